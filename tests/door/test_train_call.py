@@ -198,7 +198,7 @@ def test_a_caller_that_is_killed_takes_its_run_along(tiny: Json, tmp_path: Path)
     script.write_text(SCRIPT.format(guard="if __name__ == '__main__':"))
     caller = subprocess.Popen([sys.executable, script, config], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        wait_for_step(tmp_path / "run", 3, timeout=100)
+        wait_for_step(tmp_path / "run", 3)
         (command,) = children_of(caller.pid)
         guardian = child_of(command, "guardian")
     finally:

@@ -55,7 +55,7 @@ def config_file(tmp_path, text, cache):
             "evaluate_every": 6,
             "evaluate_batches": 1,
             "directory": str(tmp_path / "run"),
-            "timeout_s": 60.0,
+            "timeout_s": 300.0,
         },
     }
     path = tmp_path / "tiny.json"

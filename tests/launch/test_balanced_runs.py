@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.launch_runs import finish, metrics, start, wait_for_change, wait_for_step
+from tests.support.launch_runs import PATIENCE_S, finish, metrics, start, wait_for_change, wait_for_step
 
 pytestmark = pytest.mark.slow
 SETTINGS = ("run.num_steps=100000", "precision.sums=exact", "elastic.balance=true")
@@ -22,14 +22,14 @@ def slow_replicas(run):
     return [set(line["slow"]) for line in events(run, "balance")]
 
 
-def wait_until_slow(run, replica, is_slow, timeout=180):
+def wait_until_slow(run, replica, is_slow, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while not (changes := slow_replicas(run)) or (replica in changes[-1]) is not is_slow:
         assert time.monotonic() < deadline, f"{replica} slow {is_slow}: {changes}"
         time.sleep(0.05)
 
 
-def wait_until(condition, what, timeout=180):
+def wait_until(condition, what, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, what
@@ -55,14 +55,14 @@ def test_a_slow_worker_gets_less_work_while_it_is_slow(config_file, tmp_path):
     process = start("--config", config_file, *SETTINGS, f"elastic.faults={json.dumps(faults)}")
     wait_for_step(run, 1)
     wait_until_slow(run, "pp1 dp1 (rank 3)", True)
-    wait_for_change(run, 1, timeout=180)
+    wait_for_change(run, 1)
     wait_until_slow(run, "pp1 dp1 (rank 3)", False)
     out = stop(process)
     assert "slow replicas, by the time of the fastest of their stage: " in out
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     process = start("--config", config_file, *SETTINGS, "elastic.balance=false", f"run.directory={undisturbed}")
-    wait_for_step(undisturbed, len(lines), timeout=180)
+    wait_for_step(undisturbed, len(lines))
     stop(process)
     assert slow_replicas(undisturbed) == []
     assert [line["loss"] for line in metrics(undisturbed)][: len(lines)] == [line["loss"] for line in lines]
@@ -98,6 +98,6 @@ def test_a_worker_of_no_use_leaves_and_another_one_comes(config_file, tmp_path):
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     flags = ("elastic.balance=false", f"run.directory={undisturbed}")
     process = start("--config", config_file, *SETTINGS, *layout, *flags)
-    wait_for_step(undisturbed, len(lines), timeout=180)
+    wait_for_step(undisturbed, len(lines))
     stop(process)
     assert [line["loss"] for line in metrics(undisturbed)][: len(lines)] == [line["loss"] for line in lines]

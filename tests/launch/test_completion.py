@@ -18,6 +18,7 @@ import pytest
 from parallel3d.commands.completion import complete
 from parallel3d.commands.main import COMMANDS
 from parallel3d.commands.parsers import PARSERS, make_parser
+from tests.support.launch_runs import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +73,8 @@ def in_bash(line: str, folder: Path) -> list[str]:
         f"COMP_LINE={shlex.quote(line)}; COMP_POINT=${{#COMP_LINE}}; _parallel3d; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", ask], env=environment_in(folder), capture_output=True, text=True, timeout=100)
+    environment = environment_in(folder)
+    done = subprocess.run(["bash", "-c", ask], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.split()
 
@@ -106,7 +108,7 @@ def test_in_fish(line: str, expected: list[str], tmp_path: Path):
     (tmp_path / "no-such").mkdir()
     ask = ["fish", "--no-config", "-c", f"parallel3d completion fish | source; complete -C {shlex.quote(line)}"]
     environment = environment_in(tmp_path)
-    done = subprocess.run(ask, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(ask, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.split() == expected
 
@@ -144,7 +146,7 @@ def test_in_zsh(line: str, expected: str, listed: str, tmp_path: Path):
     )
     seen, answer = "", tmp_path / "answer"
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while not answer.exists() or not answer.read_text():
             assert time.monotonic() < deadline, seen
             if select.select([ours], [], [], 0.1)[0]:
@@ -169,7 +171,7 @@ def test_help_and_completion_need_neither_torch_nor_pydantic():
         "main(['--help'])\n"
         "assert not {'torch', 'pydantic', 'numpy'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "parallel.tp_size=" in done.stdout and "--layouts" in done.stdout
 

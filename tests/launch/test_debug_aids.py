@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch_runs import PATIENCE_S
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -25,7 +27,7 @@ CONFIG = {
     "parallel": {"pp_size": 2, "dp_size": 2},
     "batch": {"global_batch_size": 4, "micro_batch_size": 1, "sequence_length": 16},
     "optimizer": {"learning_rate": 1e-2},
-    "run": {"num_steps": 6, "threads_per_rank": 1, "evaluate_batches": 1, "timeout_s": 60.0},
+    "run": {"num_steps": 6, "threads_per_rank": 1, "evaluate_batches": 1, "timeout_s": 300.0},
     "elastic": {"max_rejoins": 0},
     "monitor": {"charts": False},
     "debug": {
@@ -57,7 +59,7 @@ def start(*arguments):
     )
 
 
-def wait_until(condition, what, timeout_s=60):
+def wait_until(condition, what, timeout_s=PATIENCE_S):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -68,7 +70,7 @@ def wait_until(condition, what, timeout_s=60):
 def finished(config_file):
     """A run with all aids: (what it printed, its folder)."""
     process = start(config_file)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out
     return out, config_file.parent / "run"
 
@@ -135,7 +137,7 @@ def test_a_slow_step_is_reported_and_the_run_continues(config_file, tmp_path):
         assert not any(line.get("event") == "membership" for line in lines())
     finally:
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130 and "step 8 is slow" in out and "Traceback" not in out
     log = (tmp_path / "logs" / "rank-1.log").read_text()
     assert "most recent call first" in log and "fault_injection.py" in log
@@ -145,7 +147,7 @@ def test_a_slow_step_is_reported_and_the_run_continues(config_file, tmp_path):
 def test_a_flipped_bit_ends_the_run_with_its_name(config_file, tmp_path):
     fault = {"rank": 3, "step": 4, "phase": "forward", "kind": "flip"}
     process = start(config_file, f"run.directory={tmp_path}", f"elastic.faults=[{json.dumps(fault)}]")
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 5, out
     assert "copies that must be the same bits differ before the update of step 4:" in out
     assert re.search(r"weights of [a-z0-9._]+\[0:\d+\]: rank 2 \(pp1 dp0 tp0\) / rank 3 \(pp1 dp1 tp0\)", out), out

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
-from tests.support.launch_runs import TRAIN, finish, start, workers_of
+from tests.support.launch_runs import PATIENCE_S, TRAIN, finish, start, workers_of
 
 pytestmark = pytest.mark.slow
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
@@ -48,7 +48,7 @@ def begin_on(disk, *arguments):
 
 def stop(process):
     process.send_signal(signal.SIGINT)
-    return finish(process, timeout=60)
+    return finish(process)
 
 
 class Notices:
@@ -57,7 +57,7 @@ class Notices:
     def __init__(self, metrics: Path):
         self._metrics, self._seen = metrics, 0
 
-    def wait_for(self, *words, timeout=60):
+    def wait_for(self, *words, timeout=PATIENCE_S):
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             written = self._metrics.read_text() if self._metrics.exists() else ""
@@ -127,7 +127,7 @@ def remount(process, disk, how):
     """Waits until no process writes: a file system with a file open for writing stays writable."""
     command = ["nsenter", "-U", "-m", "-t", process.pid, "--preserve-credentials"]
     command += ["mount", "-o", f"remount,{how}", disk]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while subprocess.run([*map(str, command)], capture_output=True).returncode:
         assert time.monotonic() < deadline, "never remounted"
         time.sleep(0.01)

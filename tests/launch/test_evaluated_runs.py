@@ -17,7 +17,7 @@ def test_checkpoints_are_evaluated_beside_the_run_and_by_hand(config_file, tmp_p
     (tmp_path / "empty.txt").write_text("")
     sets = {"seen": "", "page": str(page), "empty": str(tmp_path / "empty.txt")}
     asked = (f"evaluation.sets={json.dumps(sets)}", "evaluation.every_tokens=2000", "checkpoint.every=2")
-    code, out, err = finish(start("--config", config_file, *asked, "parallel.dp_size=1"), timeout=200)
+    code, out, err = finish(start("--config", config_file, *asked, "parallel.dp_size=1"))
     assert code == 0 and [line["step"] for line in metrics(run)] == [*range(1, 13)], out + err
     assert err.count("evaluation: ") == 1 and "could not be evaluated" in err and "holds no text" in err, err
     assert not list((run / "checkpoints").glob("*.evaluating-*"))

@@ -38,7 +38,7 @@ def trained(tmp_path_factory, text, cache):
         "optimizer": {"learning_rate": 2e-2},
         "data": {"sources": [str(text)], "cache_directory": str(cache)},
         "monitor": {"charts": False},
-        "run": {"num_steps": 40, "threads_per_rank": 1, "directory": str(folder / "run"), "timeout_s": 60.0},
+        "run": {"num_steps": 40, "threads_per_rank": 1, "directory": str(folder / "run"), "timeout_s": 300.0},
     }
     (folder / "tiny.json").write_text(json.dumps(config))
     code, out, err = finish(start("--config", folder / "tiny.json"))

@@ -131,15 +131,15 @@ def test_an_installed_package_trains_and_a_killed_worker_comes_back(installation
         cwd=tmp_path,
     )
     try:
-        wait_for_step(tmp_path / "run", 5, timeout=200)
+        wait_for_step(tmp_path / "run", 5)
         line = (tmp_path / "run" / "logs" / "rank-3.log").read_text().splitlines()[0]
         pid = int(line.split("process ")[1].split()[0].rstrip(","))
         modules = Path(f"/proc/{pid}/environ").read_bytes()
         assert f"PYTHONPATH={installation.folder}".encode() in modules
         os.kill(pid, signal.SIGKILL)
-        wait_for_change(tmp_path / "run", 2, timeout=200)  # the loss, then the return
+        wait_for_change(tmp_path / "run", 2)  # the loss, then the return
         seen = len(metrics(tmp_path / "run"))
-        wait_for_step(tmp_path / "run", seen + 3, timeout=200)
+        wait_for_step(tmp_path / "run", seen + 3)
     finally:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=TIMEOUT_S)

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_returning_workers import TORCHRUN, changes, kill, stop_after
-from tests.support.launch_runs import finish, metrics, start, wait_for_step
+from tests.support.launch_runs import PATIENCE_S, finish, metrics, start, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 SETTINGS = ("run.num_steps=100000", "precision.sums=exact", "lr_schedule.kind=constant")
 STRIKE_STEP = 3
-WAIT_S = 100.0
 PHASES = ("build", "recovery_report", "recovery_moves", "recovery_confirm", "recovery_groups")
 
 
@@ -40,7 +39,7 @@ def undisturbed(tmp_path_factory):
 
 def wait_until_joined(process, run, rank):
     """Waits until this worker is a member and no place is vacant; returns the changes of membership."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while rank not in joined_in(found := changes(run)):
         assert time.monotonic() < deadline and process.poll() is None, f"rank {rank} never joined: {found}"
         time.sleep(0.05)

@@ -8,6 +8,7 @@ import pytest
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from tests.support.launch_runs import (
+    PATIENCE_S,
     child_of,
     children_of,
     finish,
@@ -40,7 +41,7 @@ def evaluations(run):
 
 def stubs_of(torchrun, number):
     """The processes that torchrun has started, once all have their children."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(found := [pid for pid in children_of(torchrun.pid) if any(map(name_of, children_of(pid)))]) < number:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch_runs import PATIENCE_S
 from tests.support.member_processes import free_port
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ class Folder:
                 "threads_per_rank": 1,
                 "evaluate_batches": 1,
                 "directory": str(self.path / name),
-                "timeout_s": 60.0,
+                "timeout_s": 300.0,
             },
         }
         file = self.path / f"{name}.json"
@@ -94,7 +95,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: list[str], **variables: str) -> tuple[int, str]:
-    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -177,7 +178,7 @@ def test_processes_that_another_launcher_has_started(folder: Folder, variables):
         )
         for rank in range(4)
     ]
-    outs = [process.communicate(timeout=120)[0] for process in processes]
+    outs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outs)
     assert "lost rank 0 (pp0 dp0 tp0): killed by SIGKILL in step 2" in outs[0] and "final loss" in outs[0]
     folder.check_run(variables.__name__, faults)

@@ -23,7 +23,7 @@ def test_a_worker_that_takes_three_times_the_timeout(config_file, tmp_path, phas
     sleep = {"rank": 0, "step": 6, "phase": phase, "kind": "sleep", "seconds": 3 * WATCHDOG_S}
     faults = [sleep if phase == "evaluate" else {**sleep, "step": 10, "seconds": 60 * WATCHDOG_S}]
     settings = (*SETTINGS, f"elastic.faults={json.dumps(faults)}")
-    code, out, err = finish(start("--config", config_file, *settings), timeout=300)
+    code, out, err = finish(start("--config", config_file, *settings))
     assert code == 0, out + err
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
     assert [why.startswith("lost rank 0: stuck for ") for why in changes(tmp_path / "run")] == [True] * is_lost

@@ -57,7 +57,7 @@ def test_a_stranger_at_every_port(config_file, tmp_path, undisturbed):
                 with contextlib.suppress(OSError):
                     stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
                     stranger.sendall(words)
-        code, out, err = finish(process, timeout=120)
+        code, out, err = finish(process)
     assert code == 0 and "Traceback" not in out + err, out + err
     assert "did not prove the run's secret, the last from 127.0.0.1" in out
     assert losses(tmp_path / "run") == undisturbed(config_file)

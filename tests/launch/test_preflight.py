@@ -15,7 +15,7 @@ from parallel3d.commands import preflight
 from parallel3d.comparison.compare_runs import BITWISE
 from parallel3d.config.layouts import alternative_layouts
 from parallel3d.config.load import dump_config, load_config, resolve
-from tests.support.launch_runs import finish, metrics, start
+from tests.support.launch_runs import PATIENCE_S, finish, metrics, start
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.json")) if path.stem != "schema"]
@@ -87,12 +87,12 @@ def test_under_a_launcher_there_is_one_clear_error(config_file):
 def test_ctrl_c_ends_a_preflight(config_file, tmp_path):
     process = start("--config", config_file, "--preflight", *ONE)
     scratch = tmp_path / "run" / "checkpoints" / "preflight"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (scratch / "whole" / "metrics.jsonl").exists():
         assert time.monotonic() < deadline, "the preflight never began"
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    code, out, err = finish(process, timeout=60)
+    code, out, err = finish(process)
     assert code == 130 and "Traceback" not in out + err, out + err
     assert not scratch.exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.monitor.run_folder import read_metrics
-from tests.support.launch_runs import finish, metrics, start, workers_of
+from tests.support.launch_runs import PATIENCE_S, finish, metrics, start, workers_of
 
 pytestmark = pytest.mark.slow
 where_ci_is_set = pytest.mark.skipif(not os.environ.get("CI"), reason="seconds each: only where CI is set")
@@ -127,7 +127,7 @@ def test_as_many_restarts_as_are_allowed(config_file, tmp_path):
 def test_ctrl_c_while_it_waits_ends_it_at_once(config_file, tmp_path):
     arguments = [*FRAGILE, *restarting(backoff_s=90.0), faults(dict(rank=0, step=5))]
     process = start("--config", config_file, *arguments)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     try:
         while "restart 1 of 3 in 90 s" not in process.stdout.readline():
             assert time.monotonic() < deadline
@@ -135,7 +135,7 @@ def test_ctrl_c_while_it_waits_ends_it_at_once(config_file, tmp_path):
         interrupted = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
     finally:
-        code, out, err = finish(process, timeout=60)
+        code, out, err = finish(process)
     assert code == 130 and time.monotonic() - interrupted < 60
     assert "stopped before the restart after step" in err and "Traceback" not in out + err
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
-from tests.support.launch_runs import finish, metrics, start, wait_for_step
+from tests.support.launch_runs import PATIENCE_S, finish, metrics, start, wait_for_step
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 40
@@ -21,7 +21,7 @@ def losses(run):
     return {line["step"]: line["loss"] for line in metrics(run)}
 
 
-def wait_for_checkpoint(run, timeout=60):
+def wait_for_checkpoint(run, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while not CheckpointDirectory(run / "checkpoints").steps():
         assert time.monotonic() < deadline, "no checkpoint came"
@@ -76,7 +76,7 @@ def test_a_stop_saves_and_the_run_goes_on(config_file, tmp_path, undisturbed, nu
     process = start("--config", config_file, *RESUME[1:], "checkpoint.every=null", SHORT)
     wait_for_step(run, 3)
     process.send_signal(number)
-    ended, out, err = finish(process, timeout=60)
+    ended, out, err = finish(process)
     assert ended == code and "saved step" in out, out + err
     (step,) = CheckpointDirectory(run / "checkpoints").steps()
     assert step == json.loads((run / "summary.json").read_text())["steps"]
@@ -101,9 +101,9 @@ def test_a_fresh_run_in_the_same_folder_leaves_the_old_checkpoints_alone(config_
 
 
 def test_a_path_that_is_not_a_checkpoint(config_file, tmp_path):
-    code, out, err = finish(start("--config", config_file, "run.resume=Auto"), timeout=30)
+    code, out, err = finish(start("--config", config_file, "run.resume=Auto"))
     assert code == 2 and "must be never, auto or a directory" in err
-    code, out, err = finish(start("--config", config_file, f"run.resume={tmp_path}"), timeout=30)
+    code, out, err = finish(start("--config", config_file, f"run.resume={tmp_path}"))
     assert code == 2 and "index.json can't be read" in err and "Traceback" not in out + err
 
 

@@ -24,7 +24,7 @@ KILL = '[{"rank": 3, "step": 5, "phase": "backward"}]'
 
 def steps_of(config_file, run, *arguments):
     """The lines of the steps that a run of its own makes in the folder `run`."""
-    code, out, err = finish(start("--config", config_file, f"run.directory={run}", *arguments), timeout=300)
+    code, out, err = finish(start("--config", config_file, f"run.directory={run}", *arguments))
     assert code == 0, out + err
     return metrics(run)
 
@@ -43,12 +43,12 @@ def test_ranks_that_share_a_gpu_survive_a_kill(config_file, tmp_path):
     """Eight ranks: a tensor-parallel one dies, its replica goes, and the damaged pipeline continues."""
     sizes = [f"parallel.{axis}_size=2" for axis in ("tp", "pp", "dp")]
     process = start("--config", config_file, f"run.device={SHARED}", "run.num_steps=100000", *sizes)
-    wait_for_step(tmp_path / "run", 3, timeout=180)
+    wait_for_step(tmp_path / "run", 3)
     os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     wait_for_change(tmp_path / "run", 1)
     wait_for_step(tmp_path / "run", metrics(tmp_path / "run")[-1]["step"] + 3)
     process.send_signal(signal.SIGINT)
-    code, out, err = finish(process, timeout=60)
+    code, out, err = finish(process)
     assert code == 130 and "Traceback" not in out + err
 
 

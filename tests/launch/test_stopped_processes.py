@@ -44,7 +44,7 @@ def test_a_stopped_coordinator_is_replaced(config_file, tmp_path):
     wait_for_change(tmp_path / "run", 1)
     wait_for_step(tmp_path / "run", metrics(tmp_path / "run")[-1]["step"] + 3)
     process.send_signal(signal.SIGINT)
-    code, out, err = finish(process, timeout=60)
+    code, out, err = finish(process)
     assert code == 130 and "Traceback" not in out + err, (code, out, err)
     assert "the run goes on with a new coordinator" in out
     steps = [line["step"] for line in metrics(tmp_path / "run")]

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch_runs import TRAIN, finish, metrics, start, wait_for_change, wait_for_step, workers_of
+from tests.support.launch_runs import (
+    PATIENCE_S,
+    TRAIN,
+    finish,
+    metrics,
+    start,
+    wait_for_change,
+    wait_for_step,
+    workers_of,
+)
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -73,7 +82,7 @@ def test_a_killed_worker_is_lost_and_the_run_goes_on(config_file, tmp_path):
     wait_for_change(tmp_path / "run", 1)
     wait_for_step(tmp_path / "run", metrics(tmp_path / "run")[-1]["step"] + 3)
     process.send_signal(signal.SIGINT)
-    code, out, err = finish(process, timeout=30)
+    code, out, err = finish(process)
     assert code == 130 and "Traceback" not in out + err
     assert re.search(
         r"generation 1: lost rank 0 \(pp0 dp0 tp0\): killed by SIGKILL in step \d+; 3 live, 0 spare, 1 lost", out
@@ -90,7 +99,7 @@ def test_without_elasticity_a_killed_worker_is_named_and_no_other_hangs(config_f
     workers = workers_of(process.pid)
     assert len(workers) == 4
     os.kill(workers[2], signal.SIGKILL)
-    code, out, err = finish(process, timeout=30)
+    code, out, err = finish(process)
     assert code == 3
     assert re.search(r"rank 2 \(pp1 dp0 tp0\) was killed by SIGKILL in step \d+", err), err
     assert "Traceback" not in out + err
@@ -102,7 +111,7 @@ def test_ctrl_c_ends_after_the_step(config_file, tmp_path):
     wait_for_step(tmp_path / "run", 3)
     workers = workers_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    code, out, err = finish(process, timeout=30)
+    code, out, err = finish(process)
     assert code == 130 and "Traceback" not in out + err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped_early"] and summary["steps"] == len(metrics(tmp_path / "run"))
@@ -129,7 +138,7 @@ MISTAKES = {
 def test_mistakes_get_one_clear_message(config_file, mistake, tmp_path):
     arguments, named = MISTAKES[mistake]
     first = [] if "--config" in arguments else ["--config", config_file]
-    code, out, err = finish(start(*first, *arguments), timeout=30)
+    code, out, err = finish(start(*first, *arguments))
     assert code == 2 and named in err and "Traceback" not in out + err, out + err
     assert not (tmp_path / "run").exists()
 
@@ -138,7 +147,7 @@ def test_mistakes_get_one_clear_message(config_file, mistake, tmp_path):
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")])
 def test_gpus_that_are_not_there_are_one_clear_message(config_file, tmp_path, monkeypatch, launcher):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, out, err = finish(start("--config", config_file, "run.device=cuda", launcher=launcher), timeout=100)
+    code, out, err = finish(start("--config", config_file, "run.device=cuda", launcher=launcher))
     assert code == (1 if launcher else 2), out + err
     assert err.count("needs 4 GPUs, one for each worker of this host, and torch finds 0 here") == 1, err
     assert not (tmp_path / "run").exists() and "rank 0" not in out
@@ -148,7 +157,7 @@ def test_gpus_that_are_not_there_are_one_clear_message(config_file, tmp_path, mo
 def test_an_empty_corpus(config_file, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    code, out, err = finish(start("--config", config_file, f'data.sources=["{empty}"]'), timeout=60)
+    code, out, err = finish(start("--config", config_file, f'data.sources=["{empty}"]'))
     assert code == 2 and "empty.txt" in err and "Traceback" not in out + err, out + err
 
 
@@ -162,11 +171,11 @@ def test_a_taken_port(config_file):
             env={**os.environ, **names, "MASTER_PORT": str(taken.getsockname()[1])},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
     assert done.returncode != 0 and "port" in done.stderr and "Traceback" not in done.stdout + done.stderr
 
 
 def test_print_config_starts_nothing(config_file, tmp_path):
-    code, out, err = finish(start("--config", config_file, "--print-config", "run.seed=7"), timeout=30)
+    code, out, err = finish(start("--config", config_file, "--print-config", "run.seed=7"))
     assert code == 0 and json.loads(out)["run"]["seed"] == 7 and not (tmp_path / "run").exists()

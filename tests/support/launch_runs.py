@@ -16,6 +16,8 @@ import pytest
 TRAIN = str(Path(__file__).parents[2] / "launch" / "train.py")
 TORCHRUN_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 """How torchrun says that one of its processes has ended with another code than 0."""
+PATIENCE_S = 300.0
+"""For anything that a run does. Machines differ by far in speed, and this is only waited for by a test that fails."""
 LAST_CHARACTERS = 6000
 """Of each text that a failed test leaves."""
 STARTED: list[subprocess.Popen] = []
@@ -36,7 +38,7 @@ def start(*arguments, launcher=()):
     return process
 
 
-def finish(process, timeout=120):
+def finish(process, timeout=PATIENCE_S):
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -66,7 +68,7 @@ def metrics(run):
     return [line for line in lines if "event" not in line]
 
 
-def wait_for_step(run, step, timeout=60):
+def wait_for_step(run, step, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if (run / "metrics.jsonl").exists() and len(metrics(run)) >= step:
@@ -75,7 +77,7 @@ def wait_for_step(run, step, timeout=60):
     pytest.fail(f"step {step} never came")
 
 
-def wait_for_change(run, number, timeout=60):
+def wait_for_change(run, number, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while (run / "metrics.jsonl").read_text().count('"event": "membership"') < number:
         assert time.monotonic() < deadline, f"change {number} never came"
@@ -97,7 +99,7 @@ def name_of(pid):
 
 def child_of(stub_pid, name):
     """The process of a stub's guardian or coordinator, once it is there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := [pid for pid in children_of(stub_pid) if name_of(pid) == f"p3d-{name}"]):
         for stub in STARTED:
             if stub.pid == stub_pid and stub.poll() is not None:

@@ -46,7 +46,7 @@ def kill_config(layout: str, faults: Sequence[FaultConfig] = ()) -> Config:
         warmup=row.warmup,
         precision=dict(policy="fp32"),
         batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
-        run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0, exchange=row.exchange),
+        run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=300.0, exchange=row.exchange),
         elastic=dict(faults=[fault.model_dump() for fault in faults], max_rejoins=0),
     )
 

@@ -62,7 +62,7 @@ def make_config(*, world_size: int | None = None, **changes) -> Config:
         optimizer=dict(learning_rate=1e-2, max_grad_norm=0.5),
         lr_schedule=dict(warmup_steps=2),
         data=dict(),
-        run=dict(num_steps=3, evaluate_batches=1, timeout_s=60.0),
+        run=dict(num_steps=3, evaluate_batches=1, timeout_s=300.0),
     )
     for section, values in changes.items():
         sections[section] = {**sections.get(section, {}), **values}
