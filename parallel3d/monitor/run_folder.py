@@ -22,10 +22,12 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from parallel3d.errors import UserError
 
@@ -33,6 +35,7 @@ CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metr
 CHARTS, LOGS, LOCK, LOST_STEPS = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
 DUMPS, TRACES, TENSORBOARD, PAGE = "dumps", "profile", "tensorboard", "report.html"
 LOCK_WAIT_S = 2.0
+"""How long a process that goes on with a run leaves the one before it to end."""
 LOCK_RETRY_S = 0.05
 TAIL_BYTES = 2**16
 """What is read at once of the end of a file."""
@@ -43,6 +46,8 @@ class RunFolder:
 
     is_continued = False
     """Whether another process has begun to write the run's files."""
+    _lock: TextIO
+    _metrics: FileIO
 
     def __init__(self, path: Path, *, config: str, environment: dict[str, Any], history_until_step: int = 0):
         """Writes `config` (the text of config.json) and the environment. Raises UserError if it can't write there.
@@ -71,6 +76,16 @@ class RunFolder:
                 f"can't write the run folder {path} ({error.strerror}): set run.directory to one that you may write"
             ) from None
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether another process goes on with the run: this one must not write any more."""
+        ours = os.fstat(self._lock.fileno())
+        try:
+            newest = os.stat(self.path / LOCK)
+        except FileNotFoundError:
+            return False
+        return (ours.st_dev, ours.st_ino) != (newest.st_dev, newest.st_ino)
+
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl, unbuffered. Raises OSError on failure, and leaves no part of it."""
         data = (json.dumps(_strict(line)) + "\n").encode()
@@ -81,6 +96,7 @@ class RunFolder:
 
     def rewind(self, last_step: int) -> None:
         """Moves the lines of steps and evaluations after `last_step` to lost-steps.jsonl: the run restarts there."""
+        self._check_ours()
         path, temporary = self.path / METRICS, self.path / f".{METRICS}"
         lines = read_metrics(path)
         with (self.path / LOST_STEPS).open("a") as lost, temporary.open("w") as kept:
@@ -93,11 +109,13 @@ class RunFolder:
 
     def add_environment(self, facts: dict[str, Any]) -> None:
         """Adds what only a worker knows to environment.json."""
+        self._check_ours()
         path, temporary = self.path / ENVIRONMENT, self.path / f".{ENVIRONMENT}"
         temporary.write_text(json.dumps(json.loads(path.read_text()) | facts, indent=2) + "\n")
         os.replace(temporary, path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
+        self._check_ours()
         temporary = self.path / f".{SUMMARY}"
         temporary.write_text(json.dumps(_strict(summary), indent=2) + "\n")
         os.replace(temporary, self.path / SUMMARY)
@@ -106,11 +124,19 @@ class RunFolder:
         self._metrics.close()
         self._lock.close()
 
+    def _check_ours(self) -> None:
+        """Raises OSError once another process goes on with the run."""
+        if self.is_taken:
+            raise OSError(errno.EBUSY, "another process goes on with the run")
+
 
 class ContinuedRunFolder(RunFolder):
     """The folder of a run that another process started and this one continues.
 
-    If it can't be opened, each attempt to write raises the OSError of the opening.
+    That process has ended, ends within `LOCK_WAIT_S`, or was frozen with its host, for who knows how long: then this
+    one takes the folder from it. It gets a lock and a metrics.jsonl of its own in the places of those, so what the
+    other process still appends when it wakes up goes to files without a name, and it finds that it has lost the rest.
+    If the folder can't be opened, each attempt to write raises the OSError of the opening.
     """
 
     is_continued = True
@@ -119,8 +145,15 @@ class ContinuedRunFolder(RunFolder):
         self.path, self.moved_to = path, None
         self._open_error: OSError | None = None
         deadline = time.monotonic() + LOCK_WAIT_S
-        while not self._open() and time.monotonic() < deadline:
+        while not self._open():
+            if time.monotonic() >= deadline:
+                self._take()
+                break
             time.sleep(LOCK_RETRY_S)
+
+    @property
+    def is_taken(self) -> bool:
+        return self._open_error is None and super().is_taken
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._check()
@@ -139,7 +172,7 @@ class ContinuedRunFolder(RunFolder):
             super().close()
 
     def _open(self) -> bool:
-        """Opens the folder; False while the lock is held, until the lost process has ended."""
+        """Opens the folder; False while the process before holds the lock."""
         try:
             self._lock = (self.path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,6 +182,21 @@ class ContinuedRunFolder(RunFolder):
         except OSError as error:
             self._open_error = error
         return not isinstance(self._open_error, BlockingIOError)
+
+    def _take(self) -> None:
+        """Opens the folder though another process holds the lock."""
+        new_lock, new_metrics = self.path / f"{LOCK}.new", self.path / f".{METRICS}"
+        try:
+            self._lock = new_lock.open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(new_lock, self.path / LOCK)
+            shutil.copyfile(self.path / METRICS, new_metrics)
+            _drop_partial_line(new_metrics)
+            os.replace(new_metrics, self.path / METRICS)
+            self._metrics = (self.path / METRICS).open("ab", buffering=0)
+            self._open_error = None
+        except OSError as error:
+            self._open_error = error
 
     def _check(self) -> None:
         if self._open_error is not None:

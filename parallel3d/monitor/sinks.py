@@ -224,17 +224,23 @@ class RunReporter:
         last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
         self._summary |= self.run_history.figures(time.time())
         summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
-        self._try_write(self._folder.write_summary, summary)
-        if self._charts:
-            self._try_write(self._draw_charts)
-        if self._page is not None and newest and (trouble := self._page.finish()):
-            print(trouble, file=self._err, flush=True)
+        if is_ours := not self._folder.is_taken:
+            self._write_results(summary, has_steps=bool(newest))
         self._try_write(self._folder.close)
         if self._tensorboard_file is not None:
             self._try_write(self._tensorboard_file.close)
         if message:
             print(message, file=self._err, flush=True)
-        print(self._format_summary(), file=self._out, flush=True)
+        elsewhere = f"another process goes on with the run in {self._folder.path}"
+        print(self._format_summary() if is_ours else elsewhere, file=self._out, flush=True)
+
+    def _write_results(self, summary: dict[str, Any], *, has_steps: bool) -> None:
+        """Writes what a run leaves at its end."""
+        self._try_write(self._folder.write_summary, summary)
+        if self._charts:
+            self._try_write(self._draw_charts)
+        if self._page is not None and has_steps and (trouble := self._page.finish()):
+            print(trouble, file=self._err, flush=True)
 
     def _write_all(self) -> None:
         while (record := self._records.get()) is not None:  # bounded: close() ends it

@@ -11,6 +11,7 @@ from parallel3d.monitor.run_folder import (
     TAIL_BYTES,
     ContinuedRunFolder,
     RunFolder,
+    is_being_written,
     iterate_metrics_backwards,
     read_metrics,
 )
@@ -99,18 +100,42 @@ def test_another_process_goes_on_with_a_folder(tmp_path):
     open_folder(tmp_path).close()  # the lock is free again
 
 
-def test_a_folder_that_can_not_be_gone_on_with_says_so_at_each_attempt(tmp_path, monkeypatch):
+def test_a_folder_that_can_not_be_gone_on_with_says_so_at_each_attempt(tmp_path):
+    folder = ContinuedRunFolder(tmp_path / "no")
+    for write in (folder.append_metrics, folder.write_summary):
+        with pytest.raises(FileNotFoundError):
+            write({"step": 1})
+    assert not folder.is_taken
+    folder.close()
+
+
+def test_a_folder_is_taken_from_a_process_that_is_frozen(tmp_path, monkeypatch):
+    """When it wakes up, it changes nothing that the process that goes on with the run has written, or will write."""
     monkeypatch.setattr("parallel3d.monitor.run_folder.LOCK_WAIT_S", 0.1)
-    first = open_folder(tmp_path)
-    for folder, why in (
-        (ContinuedRunFolder(tmp_path / "no"), FileNotFoundError),
-        (ContinuedRunFolder(tmp_path), OSError),
-    ):
-        for write in (folder.append_metrics, folder.write_summary):
-            with pytest.raises(why):
-                write({"step": 1})
+    frozen = open_folder(tmp_path)
+    frozen.append_metrics({"step": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # it was frozen in the middle
+    second = ContinuedRunFolder(tmp_path)
+    second.append_metrics({"step": 2})
+    assert frozen.is_taken and not second.is_taken and is_being_written(tmp_path)
+    frozen.append_metrics({"step": 3, "text": "too late"})
+    for write in (frozen.write_summary, frozen.add_environment):
+        with pytest.raises(OSError, match="another process goes on with the run"):
+            write({"exit_code": 4})
+    with pytest.raises(OSError, match="another process goes on with the run"):
+        frozen.rewind(0)
+    third = ContinuedRunFolder(tmp_path)  # the second one's host freezes as well
+    third.append_metrics({"step": 3})
+    second.append_metrics({"step": 4, "text": "too late"})
+    assert second.is_taken and not third.is_taken
+    third.write_summary({"exit_code": 0})
+    for folder in (frozen, third, second):
         folder.close()
-    first.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"exit_code": 0}
+    assert not is_being_written(tmp_path)
+    open_folder(tmp_path).close()  # as ever
 
 
 @pytest.mark.parametrize("cut", ["", '{"step": 9', "x" * (TAIL_BYTES + 5)])

@@ -143,6 +143,25 @@ def test_a_continued_report_knows_the_earlier_records(tmp_path):
     assert (summary["exit_code"], summary["last_step"]) == (0, 3)
 
 
+def test_a_report_whose_run_goes_on_elsewhere_leaves_no_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel3d.monitor.run_folder.LOCK_WAIT_S", 0.1)
+    frozen, _ = report_of(tmp_path, out := io.StringIO())
+    frozen.start()
+    frozen.publish(step(1))
+    frozen.pause()
+    second, _ = report_of(tmp_path, io.StringIO(), folder=ContinuedRunFolder(tmp_path))
+    assert second.last_step == 1
+    second.start()
+    second.publish(step(2))
+    second.close("", exit_code=0)
+    frozen.publish(step(2))
+    frozen.close("rank 0: the coordinator lost its quorum", exit_code=4)
+    assert "another process goes on with the run" in out.getvalue()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_code"], summary["last_step"]) == (0, 2)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
 def bytes_read():
     """By this process so far, as the kernel counts them."""
     return int(Path("/proc/self/io").read_text().split()[1])
