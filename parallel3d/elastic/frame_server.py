@@ -10,48 +10,24 @@ import selectors
 import socket
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.elastic.coordinator.connection import SocketConnection
 from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, encode_frame, max_silent_pings, set_socket_options
 from parallel3d.errors import ProtocolError
 from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunError
+from parallel3d.rejections import Rejections
 
 MAX_STRANGERS = 1024
 """Connections in their handshake; of more the oldest is dropped, and retries if it is one of ours."""
-REPORT_EVERY_S = 60.0
 PING: dict[str, Any] = {"op": "ping"}
-
-
-@dataclass
-class Rejections:
-    """Connections that did not prove that they belong to the run, since the last report."""
-
-    number: int = 0
-    address: str = ""
-    """Of the newest."""
-    _reported_s: float = -REPORT_EVERY_S
-
-    def add(self, address: str) -> None:
-        self.number += 1
-        self.address = address
-
-    def report(self, now_s: float) -> str:
-        """Returns a notice, at most one a minute; "" if there is nothing to say."""
-        if not self.number or now_s - self._reported_s < REPORT_EVERY_S:
-            return ""
-        plural = "" if self.number == 1 else "s"
-        text = (
-            f"rejected {self.number} connection{plural} to the coordinator that did not prove the run's secret, "
-            f"the last from {self.address}"
-        )
-        self.number, self._reported_s = 0, now_s
-        return text
 
 
 class FrameServer(ABC):
     """Accepts connections, and splits what they send into frames."""
+
+    called: str
+    """What it is, for messages."""
 
     def __init__(self, listener: socket.socket, *, secret: bytes, control_s: float):
         self._secret = secret
@@ -59,7 +35,7 @@ class FrameServer(ABC):
         self._next_ping_s = time.monotonic() + PING_S
         self._strangers: dict[socket.socket, SocketConnection] = {}
         """Connections that have not proven yet that they know the secret, oldest first."""
-        self.rejections = Rejections()
+        self.rejections = Rejections(to=self.called)
         self.connections: set[SocketConnection] = set()
         self._listener = listener
         self._selector = selectors.DefaultSelector()

@@ -9,9 +9,11 @@ breaks nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -20,19 +22,27 @@ from torch import Tensor
 
 from parallel3d.accelerator import Accelerator
 from parallel3d.errors import GenerationEnded, ProtocolError
-from parallel3d.handshake import HANDSHAKE_S, NotOfThisRunError, accept_handshake, connect_handshake
+from parallel3d.handshake import HANDSHAKE_S, accept_handshake, connect_handshake
 from parallel3d.keepalive import keep_alive
 from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
 from parallel3d.parallel.socket_stream import SocketStream
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.parallel.stream import StreamSource
+from parallel3d.rejections import Rejections
 
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""After these an accept may succeed again."""
 _HELLO = struct.Struct("<II?")  # generation, source rank, whether a stream follows instead of messages
 Address = tuple[str, int]
 LINK_IDLE_S = 30
 """After as long again a link to a host that is gone breaks: later than the coordinator finds a host or a path that is
 cut (elastic.control_timeout_s is 30 s), sooner than a wait gives up."""
+
+MAX_STRANGERS = 128
+"""Connections in their handshake, each with a thread; of more the oldest is closed."""
+ACCEPT_RETRY_S = 0.1
+"""Until another try to accept, where no descriptor was left."""
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
@@ -59,7 +69,9 @@ class SocketLinks(Links):
         token: AbortToken,
         timeout_s: float,
         accelerator: Accelerator | None = None,
+        log: Callable[[str], None] = print,
     ):
+        """`log` is told of connections that were rejected, at most once a minute."""
         self._rank = rank
         self._accelerator = accelerator
         self._generation = generation
@@ -74,6 +86,10 @@ class SocketLinks(Links):
         self._inbox: dict[int, deque[tuple[Header, Tensor]]] = {}
         self._broken: dict[int, str] = {}
         self._sockets: list[socket.socket] = [listener]
+        self._strangers: dict[socket.socket, None] = {}
+        """Of these the accepted ones that have not proven yet that they belong to the run, oldest first."""
+        self._rejections = Rejections(to=f"the links of rank {rank}")
+        self._log = log
         self._streams: list[socket.socket] = []
         """Used by the rank's own thread, which must find them open: an abort only shuts them down."""
         self._accepted_streams: dict[int, SocketStream] = {}
@@ -186,23 +202,44 @@ class SocketLinks(Links):
 
     def _accept(self) -> None:
         """Runs on the listener's thread: starts a reader for each peer that connects."""
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()  # bounded: an abort closes it
-                self._start(self._read_from, connection)
+        while not self._token.aborted:
+            try:
+                connection, address = self._listener.accept()  # bounded: an abort closes it
+            except OSError as error:
+                if error.errno not in OUT_OF_DESCRIPTORS:
+                    return  # closed
+                self._close_oldest_stranger()
+                time.sleep(ACCEPT_RETRY_S)
+                continue
+            with self._changed:
+                self._strangers[connection] = None
+                is_full = len(self._strangers) > MAX_STRANGERS
+            if is_full:
+                self._close_oldest_stranger()
+            try:
+                self._start(self._read_from, connection, str(address[0]))
+            except RuntimeError:  # no thread is left
+                self._reject(connection, str(address[0]))
 
-    def _read_from(self, connection: socket.socket) -> None:
-        """Runs on a reader's thread: fills the peer's inbox, at most `slots` messages ahead of the receiver."""
-        source = -1
-        try:
-            self._keep(connection)
-            connection.settimeout(HANDSHAKE_S)
-            accept_handshake(connection, self._secret)
-            connection.settimeout(None)
-            generation, source, is_stream = _HELLO.unpack(_read(connection, _HELLO.size))
-            if generation != self._generation:
-                connection.shutdown(socket.SHUT_RDWR)
+    def _close_oldest_stranger(self) -> None:
+        """Ends the handshake that has taken longest; its thread does the rest."""
+        with self._changed:
+            for stranger in self._strangers:
+                with contextlib.suppress(OSError):
+                    stranger.shutdown(socket.SHUT_RDWR)
                 return
+
+    def _read_from(self, connection: socket.socket, address: str) -> None:
+        """Runs on a reader's thread: fills the peer's inbox, at most `slots` messages ahead of the receiver."""
+        try:
+            generation, source, is_stream = self._welcome(connection)
+        except (OSError, EOFError):
+            self._reject(connection, address)
+            return
+        if generation != self._generation:
+            self._forget(connection)
+            return
+        try:
             if is_stream:
                 stream = self._to_stream(connection, source)
                 with self._changed:
@@ -222,10 +259,30 @@ class SocketLinks(Links):
                     queue.append((header, tensor))
                     self._changed.notify_all()
                 del tensor
-        except NotOfThisRunError:
-            self._forget(connection)
         except (OSError, EOFError, ProtocolError, RuntimeError) as error:  # RuntimeError: no memory for the message
             self._break(source, error)
+
+    def _welcome(self, connection: socket.socket) -> tuple[int, int, bool]:
+        """Lets the other end prove that it belongs to the run; returns its generation, its rank, and whether a stream
+        follows. Raises OSError or EOFError."""
+        self._keep(connection)
+        connection.settimeout(HANDSHAKE_S)
+        accept_handshake(connection, self._secret)
+        with self._changed:
+            self._strangers.pop(connection, None)
+        connection.settimeout(None)
+        generation, source, is_stream = _HELLO.unpack(_read(connection, _HELLO.size))
+        return generation, source, is_stream
+
+    def _reject(self, connection: socket.socket, address: str) -> None:
+        """Closes a connection that has not proven that it belongs to the run; it breaks nothing."""
+        self._forget(connection)
+        if not self._is_over():
+            with self._changed:
+                self._rejections.add(address)
+                text = self._rejections.report(time.monotonic())
+            if text:
+                self._log(text)
 
     def _empty(self, header: Header) -> Tensor:
         """Host memory for a message, pinned where there is an accelerator to copy it to."""
@@ -258,6 +315,7 @@ class SocketLinks(Links):
 
     def _forget(self, stranger: socket.socket) -> None:
         with self._changed:
+            self._strangers.pop(stranger, None)
             if stranger in self._sockets:
                 self._sockets.remove(stranger)
         stranger.close()

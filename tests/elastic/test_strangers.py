@@ -12,7 +12,6 @@ import pytest
 
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.listener import open_listener
-from parallel3d.elastic.frame_server import REPORT_EVERY_S, Rejections
 from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.guardian.run_secret import FILE_NAME, RunSecret
@@ -27,6 +26,7 @@ from parallel3d.handshake import (
     new_secret,
 )
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.rejections import REPORT_EVERY_S, Rejections
 from tests.support.run_secrets import SECRET, enter
 
 OPS = ("hello", "publish", "error", "finish", "announce_drain", "set", "report", "confirm", "suspect", "ended", "stop")
@@ -157,7 +157,7 @@ def test_a_frame_nested_too_deeply_is_not_a_frame():
 
 
 def test_rejections_are_reported_once_a_minute():
-    rejections = Rejections()
+    rejections = Rejections(to="the coordinator")
     assert rejections.report(0.0) == ""
     rejections.add("10.0.0.7")
     assert "rejected 1 connection to" in rejections.report(0.0)

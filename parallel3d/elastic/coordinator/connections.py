@@ -41,6 +41,8 @@ OnMessage = Callable[[Connection, dict[str, Any], bytes], None]
 class ConnectionServer(FrameServer):
     """Accepts connections, passes frames to `on_message` and lost connections to `on_lost`."""
 
+    called = "the coordinator"
+
     def __init__(
         self,
         listener: socket.socket,

@@ -68,6 +68,8 @@ def has_relay(env: LauncherEnv | None, world_size: int, from_workers: int) -> bo
 class GuardianServer(FrameServer):
     """The relay's connections with guardians: numbers them, and keeps what they send until it is taken."""
 
+    called = "this host's relay"
+
     def __init__(self, listener: socket.socket, *, secret: bytes, control_s: float):
         super().__init__(listener, secret=secret, control_s=control_s)
         self.guardians: dict[int, SocketConnection] = {}
@@ -197,6 +199,8 @@ class Relay:
             return
         if self._link.num_unsent_bytes <= MAX_UNSENT_BYTES:
             server.poll(0.0)
+        if rejected := server.rejections.report(time.monotonic()):
+            print(rejected, file=sys.stderr, flush=True)
         for frame in server.take_up():
             self._link.send_encoded(frame)
         self._watch(server, self._link.num_unsent_bytes <= MAX_UNSENT_BYTES)

@@ -1,0 +1,34 @@
+"""Connections that did not prove that they belong to the run (handshake.py), counted and told once a minute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REPORT_EVERY_S = 60.0
+
+
+@dataclass
+class Rejections:
+    """Those of one listening end, `to`, since the last report."""
+
+    to: str
+    number: int = 0
+    address: str = ""
+    """Of the newest."""
+    _reported_s: float = -REPORT_EVERY_S
+
+    def add(self, address: str) -> None:
+        self.number += 1
+        self.address = address
+
+    def report(self, now_s: float) -> str:
+        """Returns a notice, at most one a minute; "" if there is nothing to say."""
+        if not self.number or now_s - self._reported_s < REPORT_EVERY_S:
+            return ""
+        plural = "" if self.number == 1 else "s"
+        text = (
+            f"rejected {self.number} connection{plural} to {self.to} that did not prove the run's secret, "
+            f"the last from {self.address}"
+        )
+        self.number, self._reported_s = 0, now_s
+        return text
