@@ -5,6 +5,7 @@ Hosts are network namespaces (tests/support/network_hosts.py). Host 1 has rank 0
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.monitor.run_folder import SUMMARY
 from tests.support.network_runs import CONTROL_S, NUM_STEPS, Ended, NetworkRun
 from tests.support.network_switch import Weather
 
@@ -22,10 +24,12 @@ LISTENING, ANY_ADDRESS = "0A", "00000000"
 
 
 def assert_one_side_finished(run: NetworkRun, ended: list[Ended], undisturbed: list[float]) -> None:
-    """Each step is recorded once, with the right loss, and the last checkpoint is written once."""
+    """Each step is recorded once, with the right loss, the last checkpoint written once, and the summary is its."""
     assert run.steps() == list(range(1, NUM_STEPS + 1))
     assert run.losses() == pytest.approx(undisturbed, rel=LOSS_TOLERANCE)
     assert sum(each.out.count(f"saved step {NUM_STEPS}:") for each in ended) == 1, ended
+    summary = json.loads((run.directory / SUMMARY).read_text())
+    assert (summary["exit_code"], summary["last_step"]) == (0, NUM_STEPS), "the side that lost has written it"
 
 
 def codes(ended: list[Ended]) -> list[int]:
@@ -161,10 +165,12 @@ def test_no_side_has_a_quorum(start):
 
 
 @pytest.mark.full
-def test_a_host_that_was_frozen_ends_itself(start, undisturbed):
+@pytest.mark.parametrize("host", [1, 3])
+def test_a_host_that_was_frozen_ends_itself(start, undisturbed, host):
+    """Host 1 is the coordinator's: frozen, it keeps the run folder's lock, and what it would write at its end."""
     run = start(3)
     run.wait_for_step(5)
-    frozen = run.network.hosts[2].pids()
+    frozen = run.network.hosts[host - 1].pids()
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 100
@@ -174,8 +180,9 @@ def test_a_host_that_was_frozen_ends_itself(start, undisturbed):
     for pid in frozen:
         os.kill(pid, signal.SIGCONT)
     ended = run.end()
-    assert codes(ended) == [0, 0, 4], ended
+    assert codes(ended) == [4 if number == host else 0 for number in (1, 2, 3)], ended
     assert_one_side_finished(run, ended, undisturbed)
+    assert not any("can't write into" in each.out for each in ended), ended
 
 
 @pytest.mark.full
