@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -26,10 +27,14 @@ from typing import Any, TypeAlias
 from parallel3d.child_process import STOP_SIGNALS
 from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame
 from parallel3d.elastic.guardian.heartbeat import is_stopped
+from parallel3d.elastic.outbox import Outbox
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SEND_S = 5.0
-"""Longest wait for the other end of a link to read: messages are few, so it has been stopped for long."""
+"""Longest wait of the stub for a child to read: messages are few, so it has been stopped for long."""
+KILL_S = 10.0
+"""Longest wait for the end of a process that was killed: none ends while a dead file system keeps it in a call."""
+KILL_CHECK_S = 0.002
 
 BeatSlot: TypeAlias = "memoryview[float]"
 NO_BEAT = 0.0
@@ -39,19 +44,45 @@ class ParentLink:
     """A child's end of its link with the stub."""
 
     def __init__(self, connection: socket.socket, slot: BeatSlot):
+        connection.setblocking(False)
         self.connection = connection
         self._slot = slot
         self._reader = FrameReader()
+        self._waiting: dict[str, bytes] = {}
+        """Messages that the stub has not taken yet, by op, in order."""
+        self._outbox = Outbox()
+        """The one of which it may have taken a part."""
 
     def send(self, header: dict[str, Any]) -> None:
-        """Sends a message; a stub that is gone or does not read it is not waited for."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(encode_frame(header))
+        """Sends a message without waiting. What a stub that is stopped does not take follows with later beats: of each
+        op the newest, since a stub acts on that alone."""
+        self._waiting.pop(header["op"], None)
+        self._waiting[header["op"]] = encode_frame(header)
+        self._flush()
+
+    def drain(self) -> None:
+        """Waits until the stub has taken all: there is nothing left to do here. Without the stub this process ends."""
+        while self._flush():
+            select.select([], [self.connection], [])  # bounded: this process dies with the stub
+
+    def _flush(self) -> bool:
+        """Sends what the stub takes now; returns whether something is left."""
+        try:
+            while self._outbox or self._waiting:
+                if not self._outbox:
+                    self._outbox.add(self._waiting.pop(next(iter(self._waiting))))
+                self._outbox.send(self.connection)
+                if self._outbox:
+                    return True
+        except OSError:  # the stub is gone
+            self._waiting.clear()
+            self._outbox = Outbox()
+        return False
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived, once the connection is readable."""
         try:
-            data = self.connection.recv(CHUNK_BYTES)  # bounded: by the socket's timeout
+            data = self.connection.recv(CHUNK_BYTES)  # bounded: does not block
         except OSError:
             return []
         return [header for header, _ in self._reader.feed(data)]
@@ -59,6 +90,7 @@ class ParentLink:
     def beat(self) -> None:
         """Shows the stub that this process runs; from now on silence is evidence that it does not."""
         self._slot[0] = time.monotonic()
+        self._flush()
 
     def pause(self) -> None:
         """Announces long work without beats."""
@@ -71,8 +103,7 @@ class ChildProcess:
     def __init__(self, name: str, main: Callable[[ParentLink], int]):
         self._slot: BeatSlot = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
         self.connection, theirs = socket.socketpair()
-        for end in (self.connection, theirs):
-            end.settimeout(SEND_S)
+        self.connection.settimeout(SEND_S)
         self._reader = FrameReader()
         self._last_beat = NO_BEAT
         self.silent_turns = 0
@@ -119,7 +150,9 @@ class ChildProcess:
     def kill(self) -> None:
         """Ends it and waits for that: it has written its last byte. Not after `exit_code` has returned a code."""
         self.signal(signal.SIGKILL)
-        os.waitpid(self.pid, 0)  # bounded: SIGKILL ends a process, a stopped one too
+        deadline = time.monotonic() + KILL_S
+        while self.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(KILL_CHECK_S)
 
 
 def fork_bound(name: str, main: Callable[[], int]) -> int:

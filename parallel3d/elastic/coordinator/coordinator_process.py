@@ -104,6 +104,7 @@ class CoordinatorProcess:
             write_address(self._spec.directory, self._spec.own_info.address)
         except UserError as error:
             self._link.send({"op": "refused", "text": str(error), "exit_code": error.exit_code})
+            self._link.drain()
             return error.exit_code
         return self._end(self._run_restarts(report, self._serve(report)))
 
@@ -173,6 +174,7 @@ class CoordinatorProcess:
             if self._report is not None:
                 self._report.pause()
             self._link.send({"op": "moved"})
+            self._link.drain()
             return 0
         if self._report is not None:
             remove_address(self._spec.directory, self._spec.own_info.address)
@@ -182,6 +184,7 @@ class CoordinatorProcess:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._link.send({"op": "done", "exit_code": outcome.exit_code})
+        self._link.drain()
         return 0
 
 

@@ -89,6 +89,7 @@ def run_guardian_process(spec: GuardianSpec, link: ParentLink) -> int:
             start = _await_start(link, signals)
             exit_code = _run_start(spec, start, link, signals)
             link.send({"op": "ended", "exit_code": exit_code})
+            link.drain()
 
 
 def _await_start(link: ParentLink, signals: Signals) -> dict[str, Any]:
