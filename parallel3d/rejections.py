@@ -1,4 +1,4 @@
-"""Connections that did not prove that they belong to the run (handshake.py), counted and told once a minute."""
+"""Connections that did not prove that they belong to the run (handshake.py), counted, with a notice once a minute."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from parallel3d.monitor.uptime import LastReported, RunHistory, recorded_preempt
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
 FLUSH_S = 30.0
-"""Longest wait for the writing thread when the run ends or pauses."""
+"""Longest wait for the writing thread to write a record when the run ends or pauses."""
 
 SIZES = {"sequence_length": "seq", "num_sequences": "batch"}
 """Sizes of a step's batch in the records, and their labels in the bar."""
@@ -208,15 +208,23 @@ class RunReporter:
         """Writes all pending records and ends the thread, so that this process may fork."""
         if self._thread is not None and self._thread.is_alive():
             self._records.put(None)
-            self._thread.join(FLUSH_S)
+            before = self._records.qsize() + 1
+            while self._thread.is_alive() and (left := self._records.qsize()) < before:  # bounded
+                before = left
+                self._thread.join(FLUSH_S)
 
     def publish(self, record: dict[str, Any]) -> None:
         """Queues a record; never blocks."""
         self._records.put(record)
 
     def close(self, message: str, *, exit_code: int) -> None:
-        """Writes all pending records, the summary and the charts, and prints how the run ended."""
+        """Writes all pending records, the summary and the charts, and prints how the run ended. A file system that
+        does not answer is given up after `FLUSH_S`."""
         self.pause()
+        if self._thread is not None and self._thread.is_alive():  # in a call that may never return
+            trouble = f"{self._folder.path} does not answer: the last lines and the summary are missing"
+            print("\n".join(filter(None, (trouble, message))), file=self._err, flush=True)
+            return
         self._records.put(None)
         self._write_all()  # records since the last pause
         self._display.close()

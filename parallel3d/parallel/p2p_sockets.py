@@ -71,7 +71,7 @@ class SocketLinks(Links):
         accelerator: Accelerator | None = None,
         log: Callable[[str], None] = print,
     ):
-        """`log` is told of connections that were rejected, at most once a minute."""
+        """`log` gets a line about connections that were rejected, at most once a minute."""
         self._rank = rank
         self._accelerator = accelerator
         self._generation = generation

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,21 @@ def test_a_report_whose_run_goes_on_elsewhere_leaves_no_results(tmp_path, monkey
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["exit_code"], summary["last_step"]) == (0, 2)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_file_system_that_does_not_answer_does_not_keep_the_run_from_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel3d.monitor.sinks.FLUSH_S", 0.1)
+    answers, err = threading.Event(), io.StringIO()
+    folder = RunFolder(tmp_path, config="{}", environment={})
+    report = RunReporter(folder, title="small", charts=False, out=io.StringIO(), err=err)
+    append = report._folder.append_metrics
+    monkeypatch.setattr(report._folder, "append_metrics", lambda line: answers.wait(60) and append(line))
+    report.start()
+    report.publish(step(1))
+    report.close("stopped", exit_code=130)
+    assert "does not answer: the last lines and the summary are missing" in err.getvalue()
+    assert err.getvalue().endswith("stopped\n") and not (tmp_path / "summary.json").exists()
+    answers.set()
 
 
 def bytes_read():

@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.child_process": 0,
     "parallel3d.usable_cores": 0,
     "parallel3d.handshake": 0,
+    "parallel3d.rejections": 0,
     "parallel3d.keepalive": 0,
     "parallel3d.lasting_output": 0,
     "parallel3d.compiled_loops": -1,  # random_keys calls them
