@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import shlex
 import subprocess
@@ -35,7 +34,8 @@ from parallel3d.evaluation.saved_results import (
     is_left_behind,
     plan_evaluations_of,
 )
-from parallel3d.monitor.run_folder import CONFIG, METRICS
+from parallel3d.models.initial_weights import checkpoints_of_run
+from parallel3d.monitor.run_folder import METRICS
 
 POLL_S = 1.0
 LOG, LOCK, WRITTEN, HELD = "log.txt", ".lock", ".result.json", ".evaluating-"
@@ -58,7 +58,7 @@ def follow(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             ResultFolder(folder, name).prepare(settings[name])
             locks.enter_context(lock_of(ResultFolder(folder, name)))
         lower_priority()
-        directory = options.checkpoints or checkpoints_of(folder)
+        directory = options.checkpoints or checkpoints_of_run(folder)
         return EvaluationFollower(
             run,
             CheckpointDirectory(directory),
@@ -73,14 +73,6 @@ def check_by_hand(folder: Path, name: str) -> None:
         raise UserError(f"--follow: {folder} is not the folder of a run here: it has no {METRICS}")
     if not SET_NAME.fullmatch(name):
         raise UserError(f"--name {name}: is not a name for a folder; use letters, digits, - and _")
-
-
-def checkpoints_of(folder: Path) -> Path:
-    """The checkpoint directory of a run."""
-    with suppress(OSError, ValueError, KeyError):
-        if directory := json.loads((folder / CONFIG).read_text())["checkpoint"]["directory"]:
-            return Path(directory)
-    return folder / "checkpoints"
 
 
 def lock_of(results: ResultFolder) -> Any:

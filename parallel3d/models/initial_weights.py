@@ -7,6 +7,8 @@ then reads the slices that it holds.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from parallel3d.config.same_model import model_differences
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import CheckpointError, ConfigError, Problem
 from parallel3d.models.hf_config import read_hf_config
+from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT
 
 if TYPE_CHECKING:
     from parallel3d.layers.init import InitMethod
@@ -59,14 +62,28 @@ def resolve_initial_weights(config: Config) -> Config:
 
 def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint in a folder, or the newest of a run or of its checkpoint directory; links are followed."""
-    folders = (path, path / LATEST, path / "checkpoints" / LATEST)
+    folders = (path, path / LATEST, checkpoints_of_run(path) / LATEST)
     return next((folder.resolve() for folder in folders if (folder / INDEX).is_file()), None)
+
+
+def checkpoints_of_run(folder: Path) -> Path:
+    """The checkpoint directory of a run: in its folder, which may have been moved, or where its config.json says."""
+    inside = folder / "checkpoints"
+    if not inside.is_dir():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return Path(json.loads((folder / CONFIG).read_text())["checkpoint"]["directory"])
+    return inside
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The resolved model whose weights a folder holds; raises CheckpointError if it holds none."""
     if (folder / INDEX).is_file():
         return model_config_of(read_index(folder), folder)
+    if (folder / ENVIRONMENT).is_file() and (folder / CONFIG).is_file():  # not that of a Hugging Face folder
+        raise CheckpointError(
+            f"the run in {folder} has no checkpoint, in {checkpoints_of_run(folder)}: runs save with checkpoint.every "
+            "or checkpoint.save_at_end, and a later start in the same folder moves earlier ones to checkpoints/previous-N"
+        )
     return read_hf_config(folder)[0]
 
 

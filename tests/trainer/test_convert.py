@@ -29,6 +29,7 @@ from parallel3d.models.initial_weights import (
     check_initial_weights,
     find_checkpoint,
     open_initial_weights,
+    read_model_config,
     resolve_initial_weights,
 )
 from parallel3d.models.make import make_decoder
@@ -274,6 +275,21 @@ def test_the_newest_of_a_run_is_found(tmp_path, checkpoint):
         assert config.run.initialize_from == str(checkpoint("llama").resolve())
         check_initial_weights(config)
     assert find_checkpoint(tmp_path) is None
+
+
+def test_the_newest_of_a_run_with_a_checkpoint_directory_of_its_own(tmp_path, checkpoint):
+    run, directory = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    directory.mkdir()
+    (run / "config.json").write_text(json.dumps({"checkpoint": {"directory": str(directory)}}))
+    (run / "environment.json").write_text("{}")
+    os.symlink(checkpoint("llama"), directory / "latest")
+    assert find_checkpoint(run) == checkpoint("llama").resolve()
+    assert read_model_config(find_checkpoint(run)).architecture == "llama"
+    (directory / "latest").unlink()
+    assert find_checkpoint(run) is None
+    with pytest.raises(CheckpointError, match=f"{run} has no checkpoint, in {directory}: .*checkpoint.every"):
+        read_model_config(run)
 
 
 @pytest.mark.parametrize(
