@@ -81,8 +81,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         return model_config_of(read_index(folder), folder)
     if (folder / ENVIRONMENT).is_file() and (folder / CONFIG).is_file():  # not that of a Hugging Face folder
         raise CheckpointError(
-            f"the run in {folder} has no checkpoint, in {checkpoints_of_run(folder)}: runs save with checkpoint.every "
-            "or checkpoint.save_at_end, and a later start in the same folder moves earlier ones to checkpoints/previous-N"
+            f"{folder} is a run without a checkpoint, in {checkpoints_of_run(folder)}: runs save with "
+            "checkpoint.every or checkpoint.save_at_end, and a later start in the same folder moves earlier ones to "
+            "checkpoints/previous-N"
         )
     return read_hf_config(folder)[0]
 

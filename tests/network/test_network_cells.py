@@ -1,0 +1,138 @@
+"""Each kind of trouble with a network on two and three hosts, under torchrun and without a launcher, with and without a
+witness: the rows that test_cut_networks.py does not have. One side goes on, and each host ends with its code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.network.test_cut_networks import assert_one_side_finished, codes, lost_ranks
+from tests.support.network_runs import CONTROL_S, NUM_STEPS, NetworkRun
+from tests.support.network_switch import Weather
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def cut(run: NetworkRun, host: int) -> None:
+    run.network.cut_host(host)
+
+
+def kill(run: NetworkRun, host: int) -> None:
+    run.network.hosts[host - 1].kill_all()
+
+
+def mute(run: NetworkRun, host: int) -> None:
+    """Nothing from the host arrives at the coordinator's."""
+    run.network.weather = Weather(cut=frozenset({(host, 1)}))
+
+
+def deafen(run: NetworkRun, host: int) -> None:
+    """Nothing from the coordinator's host arrives."""
+    run.network.weather = Weather(cut=frozenset({(1, host)}))
+
+
+def part(run: NetworkRun, host: int) -> None:
+    """The data's path to the host before it is cut; both reach the coordinator."""
+    run.network.weather = Weather(cut=frozenset({(host, host - 1), (host - 1, host)}))
+
+
+def flap(run: NetworkRun, host: int) -> None:
+    """Three short breaks: they are only slow."""
+    for _ in range(3):
+        run.network.cut_host(host)
+        time.sleep(1.0)
+        run.network.weather = Weather()
+        time.sleep(1.0)
+
+
+def flap_long(run: NetworkRun, host: int) -> None:
+    """A break of more than the patience costs the host its place, for good."""
+    run.network.cut_host(host)
+    time.sleep(1.5 * CONTROL_S)
+    run.network.weather = Weather()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What happens to which host of how many, and which host the run goes on without; 0: all stay."""
+
+    trouble: Callable[[NetworkRun, int], None]
+    host: int
+    num_hosts: int
+    lost: int
+    launcher: str = "variables"
+    has_witness: bool = False
+
+    @property
+    def name(self) -> str:
+        witness = "-witness" if self.has_witness else ""
+        return f"{self.trouble.__name__}-{self.host}-of-{self.num_hosts}-{self.launcher}{witness}"
+
+
+CELLS = [
+    Cell(mute, 2, 2, 2),
+    Cell(deafen, 2, 2, 2),
+    Cell(flap, 2, 2, 0),
+    Cell(flap_long, 2, 2, 2),
+    Cell(kill, 2, 2, 2),
+    Cell(kill, 2, 2, 2, has_witness=True),
+    Cell(cut, 1, 3, 1, has_witness=True),
+    Cell(cut, 3, 3, 3, has_witness=True),
+    Cell(kill, 1, 3, 1, has_witness=True),
+    Cell(cut, 2, 2, 2, "torchrun"),
+    Cell(cut, 2, 2, 2, "torchrun", has_witness=True),
+    Cell(kill, 2, 2, 2, "torchrun"),
+    Cell(mute, 3, 3, 3, "torchrun"),
+    Cell(deafen, 3, 3, 3, "torchrun"),
+    Cell(part, 3, 3, 3, "torchrun"),
+    Cell(flap, 3, 3, 0, "torchrun"),
+    Cell(flap_long, 3, 3, 3, "torchrun"),
+]
+
+
+@pytest.mark.sample(0, rest=2)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_one_side_goes_on(start, tmp_path, undisturbed, cell):
+    witness = str(tmp_path / "witness") if cell.has_witness else None
+    run = start(cell.num_hosts, cell.launcher, witness=witness)
+    run.wait_for_step(5)
+    cell.trouble(run, cell.host)
+    ended = run.end()
+    assert_one_side_finished(run, ended, undisturbed)
+    assert lost_ranks(run) == ([cell.lost - 1] if cell.lost else [])
+    if cell.launcher == "variables":
+        killed = -9 if cell.trouble is kill else 4
+        assert codes(ended) == [killed if host == cell.lost else 0 for host in range(1, cell.num_hosts + 1)], ended
+    elif cell.lost and cell.trouble not in (kill, part):
+        assert "exitcode  : 4" in ended[cell.lost - 1].out, ended
+
+
+@pytest.mark.sample(0, rest=1)
+@pytest.mark.parametrize("num_hosts, launcher", [(3, "variables"), (2, "torchrun")])
+def test_a_delay_of_200_ms_is_only_slow(start, undisturbed, num_hosts, launcher):
+    run = start(num_hosts, launcher, num_steps=4)
+    run.network.weather = Weather(delay_s=0.2)
+    ended = run.end()
+    assert not run.changes() and run.steps() == [1, 2, 3, 4], ended
+    assert run.losses() == pytest.approx(undisturbed[:4], rel=0.2)  # another learning rate schedule
+    assert launcher == "torchrun" or codes(ended) == [0] * num_hosts
+
+
+@pytest.mark.sample(0, rest=1)
+@pytest.mark.parametrize("num_hosts, launcher", [(2, "variables"), (3, "torchrun")])
+def test_thirty_percent_loss_ends_in_a_documented_way(start, num_hosts, launcher):
+    run = start(num_hosts, launcher)
+    run.wait_for_step(5)
+    run.network.weather = Weather(loss=0.3)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and run.steps()[-1] < 8:
+        time.sleep(0.05)
+    run.network.weather = Weather()
+    ended = run.end()
+    assert run.steps() == list(range(1, len(run.steps()) + 1))
+    if launcher == "variables":
+        assert set(codes(ended)) <= {0, 3, 4} and (0 in codes(ended)) == (NUM_STEPS in run.steps()), ended
