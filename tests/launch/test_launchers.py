@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch_runs import PATIENCE_S
+from tests.support.launch_runs import PATIENCE_S, STARTED, wait_for_change, wait_for_step
 from tests.support.member_processes import free_port
 
 pytestmark = pytest.mark.slow
@@ -134,7 +135,7 @@ def test_deepspeeds_command_with_its_json(folder: Folder):
     assert code != 0 and "zero_optimization.stage = 3: must be 0 or 1" in out and "Traceback" not in out
 
 
-def slurm(rank: int) -> dict[str, str]:
+def slurm(rank: int, num_tasks: int = 4) -> dict[str, str]:
     """srun -N 2 --ntasks-per-node 2, both nodes being this one."""
     return {
         "SLURM_JOB_ID": str(free_port()),  # the port follows from it
@@ -142,10 +143,10 @@ def slurm(rank: int) -> dict[str, str]:
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank % 2),
         "SLURM_NODEID": str(rank // 2),
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+        "SLURM_NTASKS": str(num_tasks),
+        "SLURM_STEP_NUM_TASKS": str(num_tasks),
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)" + ",1" * (num_tasks - 4),
+        "SLURM_STEP_NODELIST": f"127.0.0.[1-{num_tasks // 2 + num_tasks % 2}]",
         "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
     }
 
@@ -182,3 +183,31 @@ def test_processes_that_another_launcher_has_started(folder: Folder, variables):
     assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outs)
     assert "lost rank 0 (pp0 dp0 tp0): killed by SIGKILL in step 2" in outs[0] and "final loss" in outs[0]
     folder.check_run(variables.__name__, faults)
+
+
+@pytest.mark.full
+@pytest.mark.sample(0, rest=1)
+def test_a_task_more_than_the_grid_has_is_a_spare(folder: Folder):
+    """srun -N 3 for a grid of two hosts: the fifth task takes the place of the one that is killed."""
+    config = folder.config("spare", CELLS["the leader in a backward pass"])
+    job = slurm(0)["SLURM_JOB_ID"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, TRAIN, "--config", str(config), "elastic.spares=1", "run.num_steps=100000"],
+            env=environment(**slurm(rank, 5) | {"SLURM_JOB_ID": job}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(5)
+    ]
+    STARTED.extend(processes)
+    wait_for_step(folder.path / "spare", 1)
+    wait_for_change(folder.path / "spare", 2)
+    processes[1].send_signal(signal.SIGINT)
+    outs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [130] * 5, "\n".join(outs)
+    lines = (folder.path / "spare" / "metrics.jsonl").read_text().splitlines()
+    loss, join = [json.loads(line) for line in lines if '"event": "membership"' in line]
+    assert ([who["rank"] for who in loss["who"]], [who["rank"] for who in join["joined"]]) == ([0], [4])
+    assert (join["live"], join["spare"], join["lost"]) == (4, 0, 0)

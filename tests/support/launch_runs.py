@@ -54,7 +54,7 @@ def last_words(process, folder, stacks_s=3.0):
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=stacks_s)
     process.kill()  # all that it has started ends with it
-    words = "\n".join(process.communicate(timeout=60))
+    words = "\n".join(filter(None, process.communicate(timeout=60)))
     logs = sorted(folder.rglob("*.log"))
     return "\n".join([words[-LAST_CHARACTERS:], *(f"{log.name}:\n{_end(log)}" for log in logs)])
 
