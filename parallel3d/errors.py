@@ -67,14 +67,14 @@ def shorten(text: str, most: int = 200) -> str:
 
 
 class ConfigError(UserError):
-    """All broken rules of one configuration, raised once."""
+    """All broken rules of one configuration, or of the file `source` that changes it, raised once."""
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, problems: list[Problem], source: str = "the configuration"):
         self.problems = problems
         lines = "\n".join(f"  - {problem}" for problem in problems[:MAX_PROBLEMS])
         if len(problems) > MAX_PROBLEMS:
             lines += f"\n  ... and {len(problems) - MAX_PROBLEMS:,} more"
-        super().__init__(f"the configuration has {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n{lines}")
+        super().__init__(f"{source} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n{lines}")
 
 
 class UserCodeError(UserError):

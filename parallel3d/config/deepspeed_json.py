@@ -1,26 +1,42 @@
 """DeepSpeed's JSON file (`deepspeed --deepspeed_config`) as overrides of a configuration.
 
-    read_deepspeed(path, dp_size) -> DeepSpeedSettings: overrides (section.field=value), and notices
+    deepspeed_overrides(path, config_path, overrides) -> overrides (section.field=value), and notices
+    map_deepspeed(raw, own) -> DeepSpeedSettings: the same for the file's content
 
 What the file says becomes fields of ours with the same meaning, DeepSpeed's defaults included where it names an
 optimizer or a schedule. Hints about memory and buffers, which change no number, are named in one notice. Everything
-else is refused by its name, all at once. A value "auto" leaves the field to the configuration. Names and defaults are
-those of DeepSpeed's documentation (deepspeed.ai, "DeepSpeed Configuration JSON") and, where it has none, of its code.
+else is refused by its name, all at once. A value "auto", at any depth, leaves the field to the configuration. Names and
+defaults are those of DeepSpeed's documentation (deepspeed.ai, "DeepSpeed Configuration JSON") and, where it has none,
+of its code.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.json_file import read_json
-from parallel3d.errors import ConfigError, Problem
+from parallel3d.config.deepspeed_batch import BATCH, map_batch
+from parallel3d.config.deepspeed_values import (
+    AUTO,
+    BETAS,
+    COUNT,
+    NUMBER,
+    OBJECT,
+    POSITIVE_INTEGER,
+    POSITIVE_NUMBER,
+    RATIO,
+    SCALE_POWER,
+    SWITCH,
+    TEXT,
+    DeepSpeedBlock,
+    DeepSpeedSettings,
+    OwnConfig,
+)
+from parallel3d.config.json_file import apply_override, read_json
+from parallel3d.errors import ConfigError
 
-AUTO = "auto"
 HINTS = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather", "checkpoint"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -57,172 +73,142 @@ REFUSED = {
 """Top-level fields that would change what is trained, and what to do instead."""
 
 
-@dataclass(kw_only=True)
-class DeepSpeedSettings:
-    """Fields of ours, and what to say about the rest."""
+def deepspeed_overrides(
+    path: str, config_path: str | Path, overrides: list[str], world_size: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Overrides that begin with those of the DeepSpeed file, so that the command line's win; and notices.
 
-    fields: dict[str, Any] = field(default_factory=dict)
-    notices: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{name}={json.dumps(value)}" for name, value in self.fields.items()]
-
-    def refuse(self, name: str, value: object, rule: str, fix: str) -> None:
-        self.problems.append(Problem(field=name, value=value, rule=rule, fix=fix))
-
-
-def read_deepspeed(path: str | Path, dp_size: int | None) -> DeepSpeedSettings:
-    """Returns the settings in the file; `dp_size`: the configuration's replicas, if it names them. Raises ConfigError
-    with everything that has no counterpart."""
-    return map_deepspeed(read_json(Path(path)), dp_size)
+    `world_size`: the launcher's ranks, if there is a launcher. Raises one ConfigError with everything that is wrong in
+    the file or has no counterpart.
+    """
+    own = read_json(Path(config_path))
+    for override in overrides:
+        list(apply_override(own, override))  # the configuration's own check reports its problems
+    source = f"{path} (--deepspeed_config)"
+    settings = map_deepspeed(read_json(Path(path)), OwnConfig(raw=own, world_size=world_size), source=source)
+    return [*settings.overrides, *overrides], [f"{path}: {notice}" for notice in settings.notices]
 
 
-def map_deepspeed(raw: Mapping[str, Any], dp_size: int | None) -> DeepSpeedSettings:
-    """The same for the file's content. Pure."""
-    settings = DeepSpeedSettings()
-    given = {name: value for name, value in raw.items() if value != AUTO and not _is_off(value)}
-    _map_batch(settings, given, dp_size)
-    for name, map_block in MAPPED.items():  # in this order: the learning rate of a schedule wins
-        if name in given:
-            map_block(settings, given[name])
+def map_deepspeed(raw: Mapping[str, Any], own: OwnConfig, source: str = "DeepSpeed's JSON") -> DeepSpeedSettings:
+    """The settings in the file's content `raw`, for the configuration `own`. Pure."""
+    settings = DeepSpeedSettings(own=own)
+    map_batch(settings, raw)
+    for name, map_value in VALUES.items():
+        if raw.get(name) not in (None, AUTO):
+            map_value(settings, name, raw[name])
+    given = {name: value for name, value in raw.items() if not _is_left_out(value)}
+    for name, map_block in BLOCKS.items():  # in this order: the learning rate of a schedule wins
+        if name in given and (values := settings.read(name, given[name], OBJECT)) is not None:
+            map_block(DeepSpeedBlock(settings=settings, name=name, values=values))
     for name, value in given.items():
-        if name in MAPPED:
-            continue
+        is_left = isinstance(value, Mapping) and value.get("enabled") == AUTO
         if name in HINTS:
             settings.ignored.append(name)
-        elif name not in BATCH:
+        elif name not in (*BATCH, *VALUES, *BLOCKS) and not is_left:
             settings.refuse(name, value, *_why_refused(name))
-    if "bf16" in given and "fp16" in given:
-        settings.refuse("fp16", given["fp16"], "excludes bf16", "Enable one of the two")
     if settings.problems:
-        raise ConfigError(settings.problems)
+        raise ConfigError(settings.problems, source)
     if settings.ignored:
         settings.notices.append(f"no effect here: {', '.join(settings.ignored)}")
     return settings
 
 
-def _is_off(value: object) -> bool:
-    is_disabled = isinstance(value, Mapping) and value.get("enabled") is False
-    return value is None or value is False or value == {} or is_disabled
+def _is_left_out(value: object) -> bool:
+    """Whether a value asks for nothing: it is off, or left to the configuration as a whole."""
+    if not isinstance(value, Mapping):
+        return value is None or value is False or value == AUTO
+    return value.get("enabled") is False or all(each is None or each == AUTO for each in value.values())
 
 
 def _why_refused(name: str) -> tuple[str, str]:
     if name in REFUSED:
         return "has no counterpart", f"Remove it: {REFUSED[name]}"
-    near = get_close_matches(name, [*MAPPED, *BATCH, *HINTS], n=1)
+    near = get_close_matches(name, [*BLOCKS, *VALUES, *BATCH, *HINTS], n=1)
     return "is unknown", f"Did you mean {near[0]}?" if near else "Remove it"
-
-
-def _values(block: object) -> dict[str, Any]:
-    """A block without what is left to the configuration."""
-    items = block.items() if isinstance(block, Mapping) else ()
-    return {name: value for name, value in items if value != AUTO and value is not None}
-
-
-# --- the batch --------------------------------------------------------------------------------------------------------
-
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def _map_batch(settings: DeepSpeedSettings, given: Mapping[str, Any], dp_size: int | None) -> None:
-    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas: any two give the
-    third, and the replicas where all three are given."""
-    total, micro, steps = sizes = [given.get(name) for name in BATCH]
-    for name, value in zip(BATCH, sizes):
-        if value is not None and not (isinstance(value, int) and value > 0):
-            settings.refuse(name, value, "must be a positive integer", "Correct it")
-            return
-    if sizes == [None] * 3:
-        return
-    if steps is not None and None in (total, micro) and dp_size is None:
-        rule = "counts micro-batches of one replica, and the number of replicas is not known"
-        settings.refuse(BATCH[2], steps, rule, "Set parallel.dp_size, or give the other two sizes")
-        return
-    if total is not None and micro is not None and steps is not None:
-        replicas, rest = divmod(total, micro * steps)
-        if rest or dp_size not in (None, replicas):
-            have = f"{dp_size} replicas (parallel.dp_size)" if dp_size and not rest else "a whole number of replicas"
-            rule = f"must be {BATCH[1]} ({micro}) x {BATCH[2]} ({steps}) x {have}"
-            settings.refuse(BATCH[0], total, rule, "Remove one of the three")
-            return
-        settings.fields["parallel.dp_size"] = replicas
-    per_micro = (dp_size or 1) * (steps or 1)
-    if total is None and micro is not None and steps is not None:
-        total = micro * per_micro
-    if micro is None and total is not None and steps is not None:
-        if total % per_micro:
-            rule = f"must be a multiple of {BATCH[2]} ({steps}) x {dp_size} replicas (parallel.dp_size)"
-            settings.refuse(BATCH[0], total, rule, "Change it")
-            return
-        micro = total // per_micro
-    known = {"global_batch_size": total, "micro_batch_size": micro}
-    settings.fields |= {f"batch.{name}": value for name, value in known.items() if value is not None}
-    if None not in known.values():
-        settings.fields["batch.num_micro_batches"] = None  # it follows
 
 
 # --- number formats ---------------------------------------------------------------------------------------------------
 
-
-def _map_bf16(settings: DeepSpeedSettings, block: object) -> None:
-    settings.fields["precision.policy"] = "bf16"
-    for name in _values(block).keys() - {"enabled", "immediate_grad_update", "check_grad_overflow"}:
-        settings.refuse(f"bf16.{name}", _values(block)[name], "has no counterpart", "Use precision.policy")
+POLICY = "precision.policy"
 
 
-def _map_fp16(settings: DeepSpeedSettings, block: object) -> None:
-    values: dict[str, Any] = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
-    values |= {"min_loss_scale": 1, **_values(block)}
-    static = values["loss_scale"]
-    settings.fields["precision.policy"] = "fp16"
-    settings.fields["precision.loss_scale"] = {
-        "initial": float(static or 2 ** values["initial_scale_power"]),
-        "growth_interval": None if static else values["loss_scale_window"],
-        "backoff_factor": 1.0 if static else 0.5,
-        "min": 1.0 if static else float(values["min_loss_scale"]),
-    }
-    if not static and values.get("hysteresis", 2) != 1:
-        settings.notices.append("fp16.hysteresis is 1 here: the loss scale falls at the first overflow")
-    known = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"}
-    known |= {"consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"}
-    for name in values.keys() - known:
-        settings.refuse(f"fp16.{name}", values[name], "is unknown", "Remove it")
+def _map_bf16(block: DeepSpeedBlock) -> None:
+    if not block.is_on(own=False):  # "auto": the configuration's policy stays, whichever it is
+        return
+    block.settings.fields[POLICY] = "bf16"
+    for name, value in block.given():
+        if name in ("enabled", "immediate_grad_update", "check_grad_overflow"):
+            block.read(name, SWITCH)
+        elif not _is_left_out(value):
+            block.refuse(name, "has no counterpart", "Use precision.policy")
+
+
+def _map_fp16(block: DeepSpeedBlock) -> None:
+    settings = block.settings
+    policy = settings.fields.get(POLICY, settings.own.value("precision", "policy"))
+    if not block.is_on(own=policy == "fp16"):
+        return
+    if settings.fields.get(POLICY) == "bf16":
+        settings.refuse("fp16", block.values, "excludes bf16", "Enable one of the two")
+    settings.fields[POLICY] = "fp16"
+    _map_loss_scale(block)
     for name in ("auto_cast", "fp16_master_weights_and_grads"):
-        if values.get(name):
-            settings.refuse(f"fp16.{name}", True, "has no counterpart", "Remove it, or use precision.policy")
+        if block.read(name, SWITCH):
+            block.refuse(name, "has no counterpart", "Remove it, or use precision.policy")
+    block.read("consecutive_hysteresis", SWITCH)
+    known = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"}
+    block.refuse_unknown(known | {"consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"})
+
+
+def _map_loss_scale(block: DeepSpeedBlock) -> None:
+    """A scale that is given never moves; at 0, the default, it does. "auto" leaves that, and with it all that the file
+    does not name, to the configuration."""
+    settings, scale = block.settings, block.read("loss_scale", NUMBER, 0)
+    defaults = {} if scale is None else {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1}
+    power = block.read("initial_scale_power", SCALE_POWER, defaults.get("initial_scale_power"))
+    window = block.read("loss_scale_window", POSITIVE_INTEGER, defaults.get("loss_scale_window"))
+    least = block.read("min_loss_scale", POSITIVE_NUMBER, defaults.get("min_loss_scale"))
+    hysteresis = block.read("hysteresis", POSITIVE_INTEGER, 2)
+    if scale:
+        fixed = {"initial": float(scale), "growth_interval": None, "backoff_factor": 1.0, "min": 1.0}
+        settings.fields |= {f"precision.loss_scale.{name}": value for name, value in fixed.items()}
+        return
+    settings.set("precision.loss_scale.initial", None if power is None else 2.0**power)
+    settings.set("precision.loss_scale.growth_interval", window)
+    settings.set("precision.loss_scale.min", None if least is None else float(least))
+    if scale is not None:
+        settings.fields |= {"precision.loss_scale.growth_factor": 2.0, "precision.loss_scale.backoff_factor": 0.5}
+    if hysteresis not in (1, None):
+        settings.notices.append("fp16.hysteresis is 1 here: the loss scale falls at the first overflow")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _map_zero(settings: DeepSpeedSettings, block: object) -> None:
-    values = _values(block)
-    stage = values.get("stage", 0)
-    if stage in (0, 1):
+def _map_zero(block: DeepSpeedBlock) -> None:
+    settings, stage = block.settings, block.values.get("stage") or 0
+    if type(stage) is int and stage in (0, 1):
         settings.fields["parallel.zero_stage"] = stage
-    else:
+    elif stage != AUTO:
         fix = "Use 1; what 2 and 3 save, pipeline and tensor parallelism save here (parallel.pp_size, parallel.tp_size)"
         settings.refuse("zero_optimization.stage", stage, "must be 0 or 1", fix)
-    for name, value in values.items():
+    for name, value in block.given():
         if name in ZERO_HINTS:
             settings.ignored += [] if name == "stage" else [f"zero_optimization.{name}"]
-        elif not (_is_off(value) or (isinstance(value, Mapping) and value.get("device") == "none")):
+        elif not (_is_left_out(value) or (isinstance(value, Mapping) and value.get("device") in ("none", AUTO))):
             fix = "Remove it: nothing is offloaded" if "offload" in name else "Remove it"
-            settings.refuse(f"zero_optimization.{name}", value, "has no counterpart", fix)
+            block.refuse(name, "has no counterpart", fix)
 
 
-def _map_checkpointing(settings: DeepSpeedSettings, block: object) -> None:
-    settings.fields["parallel.recompute"] = "full"
-    for name, value in _values(block).items():
+def _map_checkpointing(block: DeepSpeedBlock) -> None:
+    block.settings.fields["parallel.recompute"] = "full"
+    for name, value in block.given():
         if name == "cpu_checkpointing" and value:
-            settings.refuse(f"activation_checkpointing.{name}", value, "has no counterpart", "Remove it")
+            block.refuse(name, "has no counterpart", "Remove it")
         elif name in CHECKPOINTING_HINTS:
-            settings.ignored.append(f"activation_checkpointing.{name}")
+            block.settings.ignored.append(f"activation_checkpointing.{name}")
         elif name != "cpu_checkpointing":
-            settings.refuse(f"activation_checkpointing.{name}", value, "is unknown", "Remove it")
+            block.refuse(name, "is unknown", "Remove it")
 
 
 # --- the update and its schedule --------------------------------------------------------------------------------------
@@ -235,86 +221,128 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 """DeepSpeed's types in small letters: our update rule, and the defaults of its fused kernels."""
 TORCH_WEIGHT_DECAY = 0.01
 """The default with torch_adam: that of torch's AdamW."""
-IMPLEMENTATIONS = {"torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "bias_correction", "amsgrad"}
+PARAMS = {"lr": ("learning_rate", POSITIVE_NUMBER), "weight_decay": ("weight_decay", NUMBER), "eps": ("eps", NUMBER)}
+IMPLEMENTATIONS = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "bias_correction", "amsgrad")
 
 
-def _map_optimizer(settings: DeepSpeedSettings, block: object) -> None:
-    kind = str(_values(block).get("type", ""))
-    if kind.lower() not in OPTIMIZERS:
+def _map_optimizer(block: DeepSpeedBlock) -> None:
+    """A type "auto" leaves the update rule, and with it its defaults, to the configuration."""
+    settings, kind = block.settings, block.read("type", TEXT, "")
+    if kind is not None and kind.lower() not in OPTIMIZERS:
         settings.refuse("optimizer.type", kind, "must be Adam, AdamW or Lion", "Use one of them, or optimizer.kind")
         return
-    rule, defaults = OPTIMIZERS[kind.lower()]
-    params = _values(_values(block).get("params"))
-    values = defaults | ({"weight_decay": TORCH_WEIGHT_DECAY} if params.get("torch_adam") else {}) | params
-    settings.fields["optimizer.kind"] = rule
-    named = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "eps"}
-    settings.fields |= {f"optimizer.{ours}": values[name] for name, ours in named.items() if name in values}
-    settings.fields |= {f"optimizer.beta{number}": beta for number, beta in enumerate(values["betas"], start=1)}
-    if kind.lower() == "adam" and values.get("adam_w_mode") is False and values["weight_decay"]:
+    rule, defaults = (None, {}) if kind is None else OPTIMIZERS[kind.lower()]
+    settings.set("optimizer.kind", rule)
+    params = block.inner("params")
+    if params is None:
+        return
+    switches = {name: params.read(name, SWITCH) for name in IMPLEMENTATIONS}
+    if switches["torch_adam"] and defaults:
+        defaults = defaults | {"weight_decay": TORCH_WEIGHT_DECAY}
+    read = {name: params.read(name, kind_of, defaults.get(name)) for name, (_, kind_of) in PARAMS.items()}
+    for name, (ours, _) in PARAMS.items():
+        settings.set(f"optimizer.{ours}", read[name])
+    for number, beta in enumerate(params.read("betas", BETAS, defaults.get("betas")) or (), start=1):
+        settings.fields[f"optimizer.beta{number}"] = beta
+    is_left = params.is_auto("weight_decay")
+    decays = settings.own.value("optimizer", "weight_decay") != 0 if is_left else bool(read["weight_decay"])
+    if switches["adam_w_mode"] is False and decays and kind is not None and kind.lower() == "adam":
         rule_text = "is L2 regularisation without adam_w_mode; weight decay is decoupled here"
-        settings.refuse("optimizer.params.weight_decay", values["weight_decay"], rule_text, "Use AdamW, or 0")
-    if values.get("bias_correction") is False or values.get("amsgrad"):
-        settings.refuse("optimizer.params", values, "has no counterpart", "Remove bias_correction and amsgrad")
-    for name in values.keys() - defaults.keys() - IMPLEMENTATIONS:
-        settings.refuse(f"optimizer.params.{name}", values[name], "is unknown", "Remove it")
+        params.refuse("weight_decay", rule_text, "Use AdamW, or 0")
+    for name, refused in (("bias_correction", False), ("amsgrad", True)):
+        if switches[name] is refused:
+            params.refuse(name, "has no counterpart", "Remove it")
+    params.refuse_unknown({"betas", *(defaults or PARAMS), *IMPLEMENTATIONS})
 
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def _map_scheduler(settings: DeepSpeedSettings, block: object) -> None:
-    kind = str(_values(block).get("type", ""))
-    if kind not in SCHEDULES:
+def _map_scheduler(block: DeepSpeedBlock) -> None:
+    """A type "auto" leaves the schedule, and with it its defaults, to the configuration."""
+    settings, kind = block.settings, block.read("type", TEXT, "")
+    if kind is not None and kind not in SCHEDULES:
         settings.refuse("scheduler.type", kind, f"must be {', '.join(SCHEDULES)}", "Use one of them, or lr_schedule")
         return
-    values: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 1e-4}
-    values |= {"warmup_max_lr": 1e-3} if kind == "WarmupDecayLR" else {}
-    values |= _values(_values(block).get("params"))
-    if values["warmup_type"] != "linear":
+    settings.set("lr_schedule.kind", kind and SCHEDULES[kind])
+    params = block.inner("params")
+    if params is None:
+        return
+    defaults: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 1e-4} if kind else {}
+    defaults |= {"warmup_max_lr": 1e-3} if kind == "WarmupDecayLR" else {}
+    if (warmup_type := params.read("warmup_type", TEXT, defaults.get("warmup_type"))) not in (None, "linear"):
         fix = 'Write "warmup_type": "linear" (the default there is log)'
-        settings.refuse("scheduler.params.warmup_type", values["warmup_type"], "must be linear", fix)
+        settings.refuse("scheduler.params.warmup_type", warmup_type, "must be linear", fix)
     for name in ("warmup_min_lr", "warmup_min_ratio"):
-        if values.get(name):
-            settings.refuse(f"scheduler.params.{name}", values[name], "must be 0: warmups begin at 0", "Use 0")
-    settings.fields["lr_schedule.kind"] = SCHEDULES[kind]
-    settings.fields["lr_schedule.warmup_steps"] = values["warmup_num_steps"]
+        if params.read(name, NUMBER):
+            params.refuse(name, "must be 0: warmups begin at 0", "Use 0")
+    total = params.read("total_num_steps", POSITIVE_INTEGER)
+    ratio = params.read("cos_min_ratio", RATIO, defaults.get("cos_min_ratio"))
     if kind != "WarmupLR":
-        settings.fields["lr_schedule.decay_steps"] = values.get("total_num_steps")
-        settings.fields["lr_schedule.min_ratio"] = values["cos_min_ratio"] if kind == "WarmupCosineLR" else 0.0
-    if "warmup_max_lr" in values:
-        settings.fields["optimizer.learning_rate"] = values["warmup_max_lr"]
+        settings.set("lr_schedule.decay_steps", total)
+        settings.set("lr_schedule.min_ratio", 0.0 if kind == "WarmupDecayLR" else ratio)
+    warmup = params.read("warmup_num_steps", COUNT, defaults.get("warmup_num_steps"))
+    settings.set("lr_schedule.warmup_steps", warmup)
+    peak = params.read("warmup_max_lr", POSITIVE_NUMBER, defaults.get("warmup_max_lr"))
+    settings.set("optimizer.learning_rate", peak)
     known = {"warmup_num_steps", "warmup_type", "cos_min_ratio", "warmup_min_lr", "warmup_min_ratio", "warmup_max_lr"}
-    for name in values.keys() - known - {"total_num_steps", "last_batch_iteration"}:
-        settings.refuse(f"scheduler.params.{name}", values[name], "is unknown", "Remove it")
+    params.refuse_unknown(known | {"total_num_steps", "last_batch_iteration"})
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def _check_formats(settings: DeepSpeedSettings, value: object) -> None:
+def _map_curriculum(block: DeepSpeedBlock) -> None:
+    """The block as it is, its "auto" replaced by what the configuration's block of the same name has."""
+    own = block.settings.own.raw.get("curriculum_learning")
+    own = own if isinstance(own, Mapping) else {}
+    if block.is_on(own=own.get("enabled") is True):
+        block.settings.fields["curriculum_learning"] = _without_auto(block.values, own)
+
+
+def _without_auto(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each "auto" replaced by its value in `own`, or left out where that has none."""
+    filled: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            below = own.get(name)
+            filled[name] = _without_auto(value, below if isinstance(below, Mapping) else {})
+        elif value != AUTO:
+            filled[name] = value
+        elif name in own:
+            filled[name] = own[name]
+    return filled
+
+
+def _map_tensorboard(block: DeepSpeedBlock) -> None:
+    if block.is_on(own=False):
+        block.settings.fields["monitor.tensorboard"] = True
+
+
+def _map_wandb(block: DeepSpeedBlock) -> None:
+    if block.is_on(own=False):
+        block.settings.fields["monitor.trackers"] = ["wandb"]
+
+
+def _check_formats(settings: DeepSpeedSettings, name: str, value: object) -> None:
     """`data_types`, `communication_data_type`: gradients are summed in the policy's format, fp32 for bf16 and fp16."""
-    for found in value.values() if isinstance(value, Mapping) else [value]:
+    formats = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    for field, found in formats.items():
         if found not in (AUTO, None, "fp32"):
-            settings.refuse("data_types or communication_data_type", found, "must be fp32", "Use precision.policy")
+            settings.refuse(field, found, "must be fp32", "Use precision.policy")
 
 
-def _map_clipping(settings: DeepSpeedSettings, value: object) -> None:
-    settings.fields["optimizer.max_grad_norm"] = value or None
+def _map_clipping(settings: DeepSpeedSettings, name: str, value: object) -> None:
+    if (norm := settings.read(name, value, NUMBER)) is not None:
+        settings.fields["optimizer.max_grad_norm"] = norm or None
 
 
-def _map_curriculum(settings: DeepSpeedSettings, block: object) -> None:
-    settings.fields["curriculum_learning"] = block
-
-
-def _map_tensorboard(settings: DeepSpeedSettings, block: object) -> None:
-    settings.fields["monitor.tensorboard"] = True
-
-
-def _map_wandb(settings: DeepSpeedSettings, block: object) -> None:
-    settings.fields["monitor.trackers"] = ["wandb"]
-
-
-MAPPED: dict[str, Callable[[DeepSpeedSettings, object], None]] = {
+VALUES: dict[str, Callable[[DeepSpeedSettings, str, object], None]] = {
+    "gradient_clipping": _map_clipping,
+    "data_types": _check_formats,
+    "communication_data_type": _check_formats,
+}
+BLOCKS: dict[str, Callable[[DeepSpeedBlock], None]] = {
     "bf16": _map_bf16,
     "bfloat16": _map_bf16,
     "fp16": _map_fp16,
@@ -322,26 +350,7 @@ MAPPED: dict[str, Callable[[DeepSpeedSettings, object], None]] = {
     "activation_checkpointing": _map_checkpointing,
     "optimizer": _map_optimizer,
     "scheduler": _map_scheduler,
-    "gradient_clipping": _map_clipping,
-    "data_types": _check_formats,
-    "communication_data_type": _check_formats,
     "curriculum_learning": _map_curriculum,
     "tensorboard": _map_tensorboard,
     "wandb": _map_wandb,
 }
-
-
-def deepspeed_overrides(path: str, config_path: str | Path, overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Overrides that begin with those of the DeepSpeed file, so that the command line's win; and notices."""
-    dp_size = _dp_size(Path(config_path), overrides)
-    settings = read_deepspeed(path, dp_size)
-    return [*settings.overrides, *overrides], [f"{path}: {notice}" for notice in settings.notices]
-
-
-def _dp_size(config_path: Path, overrides: list[str]) -> int | None:
-    value = read_json(config_path).get("parallel", {}).get("dp_size")
-    for override in overrides:
-        name, _, text = override.partition("=")
-        if name == "parallel.dp_size":
-            value = int(text) if text.isdigit() else None
-    return value if isinstance(value, int) else None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parallel3d.config.deepspeed_json import deepspeed_overrides, map_deepspeed
+from parallel3d.config.deepspeed_values import OwnConfig
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import ConfigError
 from parallel3d.trainer.learning_rate import build_lr_schedule
@@ -85,21 +86,88 @@ def test_auto_and_what_is_off_leave_the_configuration_as_it_is(own: Path):
     off = {"train_batch_size": "auto", "fp16": {"enabled": False}, "amp": {"enabled": False}, "bf16": "auto"}
     config, notices = mapped(own, off | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert (config.batch.num_micro_batches, config.precision.policy, notices) == (8, "fp32", [])
-    assert config.optimizer.learning_rate == 1e-3  # DeepSpeed's default
+    assert config.optimizer.learning_rate == 1e-2  # the configuration's
+    assert config.optimizer.weight_decay == 0.0  # absent in the file: DeepSpeed's default
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, (16, 2, 8)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (12, 2, 6)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (24, 4, 6)),
-        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (12, 2, 6)),
-    ],
-)
-def test_two_sizes_of_the_batch_give_the_third(own: Path, sizes: dict[str, int], expected: tuple[int, ...]):
-    batch = mapped(own, sizes)[0].batch
-    assert (batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches) == expected
+FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+HUGGING_FACES = {
+    "fp16": {"enabled": "auto", **FP16},
+    "bf16": {"enabled": "auto"},
+    "amp": {"enabled": "auto", "opt_level": "O1"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_type": "linear",
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "offload_optimizer": {"device": "auto"}},
+    "activation_checkpointing": {"partition_activations": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""Its documentation's file, all of it left to the configuration."""
+
+
+def test_hugging_faces_file_leaves_all_to_the_configuration(own: Path):
+    """But what it names: the update rule, and a schedule that decays linearly to 0."""
+    words = ("lr_schedule.warmup_steps=7", "lr_schedule.decay_steps=90", "parallel.zero_stage=1")
+    config, notices = mapped(own, HUGGING_FACES, *words)
+    before = resolve(load_config(own, words), config_path=own).model_dump()
+    before["lr_schedule"] |= {"kind": "linear", "min_ratio": 0.0}
+    assert config.model_dump() == before and notices == []
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16", "bf16_sr"])
+def test_a_format_that_is_auto_is_the_configurations(own: Path, policy: str):
+    raw = {"fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 5}, "bf16": {"enabled": "auto"}}
+    precision = mapped(own, raw, f"precision.policy={policy}")[0].precision
+    assert (precision.policy, precision.loss_scale.initial) == (policy, 2.0 ** (5 if policy == "fp16" else 16))
+    precision = mapped(own, raw | {"bf16": {"enabled": True}})[0].precision
+    assert precision.policy == "bf16"  # fp16 is not in its way
+
+
+def test_auto_inside_blocks_is_the_configurations(own: Path):
+    loss_scale = ("precision.loss_scale.initial=64", "precision.loss_scale.growth_interval=7")
+    fp16 = {"enabled": True, "initial_scale_power": "auto", "loss_scale_window": 9}
+    scale = mapped(own, {"fp16": fp16}, loss_scale[0])[0].precision.loss_scale
+    assert (scale.initial, scale.growth_interval) == (64, 9)
+    scale = mapped(own, {"fp16": {"enabled": True, "loss_scale": "auto"}}, *loss_scale)[0].precision.loss_scale
+    assert (scale.initial, scale.growth_interval) == (64, 7)
+    adam = {"type": "auto", "params": {"lr": 3e-4}}
+    optimizer = mapped(own, {"optimizer": adam}, "optimizer.kind=lion")[0].optimizer
+    assert (optimizer.kind, optimizer.learning_rate, optimizer.weight_decay) == ("lion", 3e-4, 0.1)
+    steps = {"total_curriculum_step": "auto", "difficulty_step": 8}
+    curriculum = {**COMPLETE["curriculum_learning"], "min_difficulty": "auto", "schedule_config": steps}
+    words = ("curriculum_learning.min_difficulty=16", "curriculum_learning.schedule_config.total_curriculum_step=50")
+    length = mapped(own, {"curriculum_learning": curriculum}, *words)[0].warmup.sequence_length
+    assert (length.start, length.duration) == (16, 50)
+    assert mapped(own, {"curriculum_learning": {**curriculum, "enabled": "auto"}})[0] == mapped(own, {})[0]
+
+
+@pytest.mark.parametrize(("given", "rate"), [({}, 1e-3), ({"warmup_max_lr": "auto"}, 1e-2)])
+def test_the_peak_of_a_decaying_schedule(own: Path, given: dict[str, Any], rate: float):
+    """DeepSpeed's default without the key; "auto" is the configuration's. total_num_steps has no default: without it
+    the decay ends where the configuration has it end."""
+    params = {"warmup_type": "linear", "warmup_num_steps": 5, **given}
+    raw = {"scheduler": {"type": "WarmupDecayLR", "params": params}}
+    config = mapped(own, raw, "lr_schedule.decay_steps=90")[0]
+    assert (config.optimizer.learning_rate, config.lr_schedule.decay_steps) == (rate, 90)
+
+
+def test_a_block_that_nothing_enables_is_off_as_in_deepspeed(own: Path):
+    config, (notice,) = mapped(own, {"fp16": {"loss_scale": 128}})
+    assert config.precision.policy == "fp32" and 'fp16 is off, as in DeepSpeed: it has no "enabled": true' in notice
 
 
 def test_fp16_and_its_loss_scale(own: Path):
@@ -129,15 +197,10 @@ SCHEDULE = {"warmup_type": "linear", "warmup_num_steps": 10, "total_num_steps": 
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "must be fp32"),
+        ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "excludes bf16"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16': must be fp32"),
         ({"communication_data_type": "fp16"}, "must be fp32"),
         ({"train_batchsize": 8}, "Did you mean train_batch_size?"),
-        ({"train_batch_size": "8"}, "must be a positive integer"),
-        ({"train_batch_size": 15, "gradient_accumulation_steps": 4}, "multiple of gradient_accumulation_steps"),
-        (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
-            "x 2 replicas (parallel.dp_size)",
-        ),
     ],
 )
 def test_what_has_no_counterpart_is_named(own: Path, raw: dict[str, Any], field: str):
@@ -146,15 +209,63 @@ def test_what_has_no_counterpart_is_named(own: Path, raw: dict[str, Any], field:
     assert field in str(error.value)
 
 
-def test_all_problems_at_once():
+def in_fp16(**values: Any) -> dict[str, Any]:
+    return {"fp16": {"enabled": True, **values}}
+
+
+def in_adamw(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def in_schedule(kind: str = "WarmupDecayLR", **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": {**SCHEDULE, **params}}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"bf16": True}, "bf16 = True: must be an object"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled = 'yes': must be true or false"),
+        (in_fp16(initial_scale_power="x"), "fp16.initial_scale_power = 'x': must be an integer from 0 to 127"),
+        (in_fp16(initial_scale_power=10**9), "fp16.initial_scale_power = 1000000000: must be an integer from 0 to 127"),
+        (in_fp16(loss_scale=True), "fp16.loss_scale = True: must be a number of at least 0"),
+        (in_fp16(loss_scale_window=0.5), "fp16.loss_scale_window = 0.5: must be a positive integer"),
+        (in_fp16(min_loss_scale=[1]), "fp16.min_loss_scale = [1]: must be a positive number"),
+        (in_fp16(hysteresis="2"), "fp16.hysteresis = '2': must be a positive integer"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = True: must be 0 or 1"),
+        ({"zero_optimization": 1}, "zero_optimization = 1: must be an object"),
+        ({"optimizer": "AdamW"}, "optimizer = 'AdamW': must be an object"),
+        ({"optimizer": {"type": 3}}, "optimizer.type = 3: must be text"),
+        ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params = 3: must be an object"),
+        (in_adamw(betas=0.9), "optimizer.params.betas = 0.9: must be a list of two numbers from 0 to below 1"),
+        (in_adamw(betas=[0.9, 1]), "optimizer.params.betas = [0.9, 1]: must be a list of two numbers"),
+        (in_adamw(betas=[0.9] * 3), "optimizer.params.betas = [0.9, 0.9, 0.9]: must be a list of two numbers"),
+        (in_adamw(lr="1e-3"), "optimizer.params.lr = '1e-3': must be a positive number"),
+        (in_adamw(weight_decay=float("nan")), "optimizer.params.weight_decay = nan: must be a number of at least 0"),
+        (in_adamw(eps=10**400), "optimizer.params.eps = 1000"),
+        (in_adamw(torch_adam="yes"), "optimizer.params.torch_adam = 'yes': must be true or false"),
+        (in_adamw(amsgrad=True), "optimizer.params.amsgrad = True: has no counterpart"),
+        (in_schedule(warmup_type=1), "scheduler.params.warmup_type = 1: must be text"),
+        (in_schedule(warmup_num_steps=2.5), "scheduler.params.warmup_num_steps = 2.5: must be an integer"),
+        (in_schedule(total_num_steps=True), "scheduler.params.total_num_steps = True: must be a positive integer"),
+        (in_schedule(warmup_max_lr=[1e-3]), "scheduler.params.warmup_max_lr = [0.001]: must be a positive number"),
+        (in_schedule("WarmupCosineLR", cos_min_ratio=2), "scheduler.params.cos_min_ratio = 2: must be a number from 0"),
+        ({"gradient_clipping": "x"}, "gradient_clipping = 'x': must be a number of at least 0"),
+        ({"gradient_clipping": False}, "gradient_clipping = False: must be a number of at least 0"),
+    ],
+)
+def test_a_wrong_value_is_one_clear_error(own: Path, raw: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as error:
-        map_deepspeed({"aio": {"block_size": 1}, "optimizer": {"type": "SGD"}, "elasticity": {"enabled": True}}, None)
+        mapped(own, raw)
+    assert message in str(error.value) and len(error.value.problems) == 1
+    assert str(error.value).startswith(f"{own.parent / 'ds_config.json'} (--deepspeed_config) has 1 problem:")
+
+
+def test_all_problems_at_once():
+    raw = {"aio": {"block_size": 1}, "optimizer": {"type": "SGD"}, "elasticity": {"enabled": True}}
+    with pytest.raises(ConfigError) as error:
+        map_deepspeed(raw, OwnConfig())
     assert [name in str(error.value) for name in ("aio", "optimizer.type", "elasticity")] == [True] * 3
-
-
-def test_accumulation_needs_the_number_of_replicas():
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps = 4.*Set parallel.dp_size"):
-        map_deepspeed({"train_batch_size": 64, "gradient_accumulation_steps": 4}, None)
 
 
 def test_a_schedules_learning_rate_wins(own: Path):
