@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     env = None
     try:
         env = read_launcher_env(os.environ, local_rank=options.local_rank)
-        notices = read_deepspeed_config(options)
+        notices = read_deepspeed_config(options, env)
         config = load_config(options.config, options.overrides)
         in_grid = env.world_size - config.elastic.spares if env and not (options.join or options.drain) else None
         config = resolve(config, config_path=options.config, world_size=in_grid)
@@ -76,11 +76,11 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.join:
             env = reserve_place(directory, env, secret_words)
+        if notices and (env is None or env.rank == 0):
+            print("\n".join(notices), file=sys.stderr)
         if options.print_config:
             print(dump_config(config))
             return 0
-        if notices and (env is None or env.rank == 0):
-            print("\n".join(notices), file=sys.stderr)
         check_gpus(config, env, world_size(config) + config.elastic.spares)
         if options.preflight and (code := preflight(options, env)):
             return code
@@ -99,11 +99,13 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def read_deepspeed_config(options: argparse.Namespace) -> list[str]:
+def read_deepspeed_config(options: argparse.Namespace, env: LauncherEnv | None) -> list[str]:
     """Puts what --deepspeed_config says before the overrides, which win; returns notices."""
     if options.deepspeed_config is None:
         return []
-    options.overrides, notices = deepspeed_overrides(options.deepspeed_config, options.config, options.overrides)
+    in_run = env.world_size if env and not (options.join or options.drain) else None
+    file, overrides = options.deepspeed_config, options.overrides
+    options.overrides, notices = deepspeed_overrides(file, options.config, overrides, world_size=in_run)
     return notices
 
 
