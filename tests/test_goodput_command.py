@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.commands import goodput
+from parallel3d.commands import goodput, plan
+from parallel3d.commands.completion import complete
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import ConfigError
 from parallel3d.goodput.scenario import Scenario, load_scenario, parse_scenario
@@ -186,3 +187,24 @@ def test_damaged_metrics(tmp_path: Path, capsys: Captured):
     (tmp_path / "metrics.jsonl").write_text('not JSON\n{"step": 1}\n')
     assert goodput.main(["--config", str(path)]) == 2
     assert "metrics.jsonl can't be read" in capsys.readouterr().err
+
+
+def test_config_takes_what_plan_takes(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
+    """A file, a shipped name, or a Hugging Face folder; anything else is named with what to give instead."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # the configuration for the folder is made below it
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **layers}))
+    for config, layout in (("quickstart", "2 stages"), ("llama", "1 stage")):
+        assert plan.main(["--config", config]) == 0
+        capsys.readouterr()
+        assert goodput.main(["--config", config, *FAST, "failures.multiples=[1]"]) == 0
+        assert f"{layout}, replicas of 1 device" in capsys.readouterr().out
+    assert goodput.main(["--config", "quickstrat"]) == 2
+    assert "Did you mean quickstart" in capsys.readouterr().err
+
+
+def test_config_completes_as_in_other_commands():
+    assert complete(["goodput", "--config", "quickstart_l"]) == ["quickstart_lion"]

@@ -21,6 +21,8 @@ from parallel3d.config.shipped import find_config
 
 WEIGHT_FORMATS = ("keep", "fp32", "bf16")
 SHELLS = ("bash", "zsh", "fish")
+CONFIG_VALUE: dict[str, Any] = {"type": lambda name: str(find_config(name)), "metavar": "FILE"}
+"""What `--config` takes in every command."""
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -54,14 +56,8 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds `--config FILE` and the overrides."""
-    config = parser.add_argument(
-        "--config",
-        required=required,
-        type=lambda name: str(find_config(name)),
-        metavar="FILE",
-        help="the run's JSON file, a name that `parallel3d configs` lists, or a Hugging Face folder to train from",
-    )
-    complete_by(config, "configs")
+    help_text = "the run's JSON file, a name that `parallel3d configs` lists, or a Hugging Face folder to train from"
+    complete_by(parser.add_argument("--config", required=required, help=help_text, **CONFIG_VALUE), "configs")
     complete_by(add_overrides(parser), "fields")
 
 
@@ -261,7 +257,8 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
     parser.description = "Estimate the throughput of training under failures."
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--scenario", metavar="FILE", help="a cluster and its failures, see configs/goodput/")
-    source.add_argument("--config", metavar="FILE", help="a run's JSON file: its layout, and seconds from its folder")
+    help_text = "a run's JSON file (its layout, and seconds from its folder), a shipped name, or a Hugging Face folder"
+    complete_by(source.add_argument("--config", help=help_text, **CONFIG_VALUE), "configs")
     source.add_argument(
         "--paper", action="store_true", help="published numbers and what follows from their assumptions"
     )
