@@ -122,6 +122,20 @@ def test_the_checkers_see_what_is_wrong() -> None:
     assert list(unknown_fields("elastic.md, checkpoint.every, precision.loss_scale.min, run.py")) == []
 
 
+@pytest.mark.parametrize(
+    ("log", "sentences"),
+    [
+        ("kill_matrix", {"README.md": "**{0} of {0}**", "docs/index.md": "each of the {0} kill runs"}),
+        ("signal_matrix", {"docs/index.md": "in {0} runs?", "docs/elastic.md": "under torchrun: {0} runs"}),
+    ],
+)
+def test_pages_have_the_number_of_runs_that_is_in_the_log(log: str, sentences: dict[str, str]) -> None:
+    found = re.search(r"(\d+) runs[^,]*, 0 wrong", (ROOT / f"docs/logs/{log}.md").read_text())
+    assert found is not None
+    for page, sentence in sentences.items():
+        assert sentence.format(f"{int(found[1]):,}") in (ROOT / page).read_text(), page
+
+
 def test_the_index_lists_every_page() -> None:
     linked = set(LINK.findall((ROOT / "docs/index.md").read_text()))
     assert {Path(page).name for page in PAGES if page.startswith("docs/")} - {"index.md"} <= linked
