@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,21 @@ def test_recipes_are_well_formed():
     steps = [line.split()[0] for line in (RECIPES / "Dockerfile").read_text().splitlines() if line[:1].isupper()]
     assert steps == ["ARG", "FROM", "RUN", "WORKDIR", "COPY", "RUN", "WORKDIR", "ENTRYPOINT", "CMD"]
     subprocess.run(["bash", "-n", str(RECIPES / "slurm.sbatch")], check=True)
+
+
+def test_the_image_has_nothing_that_git_ignores():
+    """`COPY . .` leaves out .git and what .gitignore names; the sources, which the image needs, stay."""
+    root = RECIPES.parent
+    patterns = {line for line in (root / ".dockerignore").read_text().splitlines() if line and line[0] != "#"}
+    lines = (line.strip() for line in (root / ".gitignore").read_text().splitlines())
+    names = [line.rstrip("/") for line in lines if line and line[0] != "#"]
+    ignored = {name.removeprefix("/") if name.startswith("/") else f"**/{name}" for name in names}
+    assert patterns == {".git"} | ignored
+    tops = {name for name in patterns if not name.startswith("**/")}
+    anywhere = [name.removeprefix("**/") for name in patterns - tops]
+    for path in (*root.glob("parallel3d/**/*.py"), *root.glob("configs/**/*.json"), root / "constraints.txt"):
+        parts = path.relative_to(root).parts
+        assert parts[0] not in tops and not any(fnmatch(part, name) for part in parts for name in anywhere), path
 
 
 @pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (3, False), (7, True)])
