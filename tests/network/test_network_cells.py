@@ -107,8 +107,8 @@ def test_one_side_goes_on(start, tmp_path, undisturbed, cell):
     if cell.launcher == "variables":
         killed = -9 if cell.trouble is kill else 4
         assert codes(ended) == [killed if host == cell.lost else 0 for host in range(1, cell.num_hosts + 1)], ended
-    elif cell.lost and cell.trouble not in (kill, part):
-        assert "exitcode  : 4" in ended[cell.lost - 1].out, ended
+    elif cell.lost and cell.trouble not in (kill, part):  # its torchrun waits for a store that it can't reach
+        assert "the run can't go on here: this side reaches 1 of" in ended[cell.lost - 1].out, ended
 
 
 @pytest.mark.sample(0, rest=1)
