@@ -211,7 +211,7 @@ class LineDisplay:
 
 def read_facts(folder: Path, results: tuple[str, ...] = ()) -> FolderFacts:
     """What config.json, summary.json, the checkpoints and the uploads say, with what their evaluations have found."""
-    config = read_object(folder / CONFIG)
+    config, summary = read_object(folder / CONFIG), read_object(folder / SUMMARY)
     steps, age_s = [], None
     if directory := config.get("checkpoint", {}).get("directory"):
         checkpoints = CheckpointDirectory(Path(directory))
@@ -227,11 +227,12 @@ def read_facts(folder: Path, results: tuple[str, ...] = ()) -> FolderFacts:
     return FolderFacts(
         name=folder.resolve().name,
         num_steps=config.get("run", {}).get("num_steps"),
-        planned_bubble=read_object(folder / SUMMARY).get("planned_bubble"),
+        planned_bubble=summary.get("planned_bubble"),
         checkpoint_step=steps[-1] if steps else None,
         checkpoint_age_s=age_s,
         uploads=uploads,
         dollars_per_hour=config.get("monitor", {}).get("dollars_per_hour"),
+        read_at=time.time() if not summary and is_being_written(folder) else None,
         results=results,
     )
 

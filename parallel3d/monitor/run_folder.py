@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from parallel3d.errors import UserError
+from parallel3d.monitor.paid_time import PaidTime
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
 CHARTS, LOGS, LOCK, LOST_STEPS = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
@@ -248,14 +249,20 @@ def _drop_partial_line(path: Path) -> None:
 
 
 def _copy_history(source: Path, target: Path, last_step: int) -> None:
-    """Copies the lines before the first one of a step after `last_step`."""
+    """Copies the lines before the first one of a step after `last_step`; of later ones the seconds (paid_time.py)."""
     if not source.exists():
         return
+    paid_time, copied_s = PaidTime(), None
     with target.open("w") as file:
-        for line in read_metrics(source):
-            if line.get("step", 0) > last_step:
-                break
-            file.write(json.dumps(line) + "\n")
+        for line in iterate_metrics(source):
+            if copied_s is None and line.get("step", 0) > last_step:
+                copied_s = paid_time.seconds()
+            if copied_s is None:
+                file.write(json.dumps(line) + "\n")
+            paid_time.log(line)
+        if copied_s is not None and (seconds := paid_time.seconds() - copied_s) > 0:
+            left_behind = {"event": "left_behind", "step": last_step, "seconds": round(seconds, 3)}
+            file.write(json.dumps(left_behind) + "\n")
 
 
 def _archive_previous_run(path: Path) -> Path | None:

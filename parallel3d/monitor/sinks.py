@@ -230,7 +230,7 @@ class RunReporter:
         self._display.close()
         newest = self.run_history.newest
         last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
-        self._summary |= self.run_history.figures(time.time())
+        self._summary |= self.run_history.figures()
         summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
         if is_ours := not self._folder.is_taken:
             self._write_results(summary, has_steps=bool(newest))

@@ -2,7 +2,7 @@
 
 It is computed from the lines of metrics.jsonl, so that a process which continues another's run has it too:
 
-    {"event": "started", "step", "time"}                                 the run starts after this step; resets all
+    {"event": "started", "step", "time"}                                 a leg of the run starts after this step
     {"step": 7, "step_s": 0.2}                                           a step is done
     {"event": "evaluation", "step", "seconds"}                           an evaluation is done
     {"event": "diverged", "data"}                                        training diverged at this data position
@@ -10,8 +10,15 @@ It is computed from the lines of metrics.jsonl, so that a process which continue
     {"event": "ended", "exit_code", "attempt_start_step", "last_step"}   an attempt ended
     {"event": "restart", "step": 4, "lost_steps", "skips_data"}          restarts after step 4; later steps are lost
 
-The lines of lost steps may be missing. Productive time is that of steps and evaluations in the final history, each
-counted once.
+A resume begins a further leg, whose lines follow those of the legs before (paid_time.py). Figures are of all legs:
+
+    restarts, lost_steps   restarts within a leg, and the steps that they have lost; a resume is not a restart
+    productive_s           seconds of the steps and evaluations in the final history, each counted once
+    wall_s                 seconds of all legs, without the time between them
+    uptime                 productive_s / wall_s
+
+Attempts, the step before the first one and the account of lost data are those of the newest leg: a restart depends on
+them. The lines of lost steps may be missing. Lines before the first `started` don't count.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Any
+
+from parallel3d.monitor.paid_time import PaidTime
 
 MetricsLine = dict[str, Any]
 
@@ -62,7 +71,7 @@ class LastReported:
                     return LastReported(step=at if step is None else step, evaluation=evaluation)
                 case {"event": "restart", "step": int(at)}:
                     step, kept_until = at if step is None else step, min(kept_until, at)
-                case {"event": "evaluation", "step": int(at), "seconds": float()}:
+                case {"event": "evaluation", "step": int(at), "seconds": int() | float()}:
                     evaluation, num_records = max(evaluation, at if at <= kept_until else -1), num_records + 1
                 case {"event": _}:
                     continue
@@ -89,34 +98,39 @@ class RunHistory:
     """The account after the lines so far."""
 
     def __init__(self, lines: Iterable[MetricsLine] = ()):
-        self._begin(None)
+        self.paid_time = PaidTime()
+        self.history_start_step = 0
+        """The step after which the first leg started."""
+        self.num_restarts = 0
+        """Of all legs."""
+        self.lost_steps = 0
+        """The same."""
+        self._seconds = array("d")
+        """Seconds of each step after history_start_step."""
+        self._evaluation_s: dict[int, float] = {}
+        """Seconds of evaluations, by the step before them."""
+        self._begin_leg(None)
         for line in lines:
             self.log(line)
 
-    def _begin(self, started: MetricsLine | None) -> None:
+    def _begin_leg(self, started: MetricsLine | None) -> None:
         self.started = started
-        """The event that started the run."""
+        """The event that started the newest leg."""
         self.newest: MetricsLine = {}
         """Line of the newest step."""
         self.attempt_ends: list[AttemptEnd] = []
+        """Of the newest leg."""
         self.failure = ""
         """Why the newest attempt failed, as far as known."""
-        self.num_restarts = 0
-        self.lost_steps = 0
         self.skipped_data: tuple[int, MetricsLine] | None = None
         """(step, data position): an attempt that starts at this step or earlier reads the data from that position."""
         self._data_position: MetricsLine | None = None
         """Data position of the newest divergence."""
-        self._run_start_step = self._attempt_start_step = int(started["step"]) if started else 0
-        self._seconds = array("d")
-        """Seconds of each step since the start of the run."""
-        self._evaluation_s: dict[int, float] = {}
-        """Seconds of evaluations, by the step before them."""
-
-    @property
-    def run_start_step(self) -> int:
-        """The step after which the run started."""
-        return self._run_start_step
+        self.run_start_step = self._attempt_start_step = int(started["step"]) if started else 0
+        """The step after which the newest leg started."""
+        self._num_leg_restarts = 0
+        self._leg_evaluations: set[int] = set()
+        """The steps before the evaluations of the newest leg."""
 
     @property
     def last_step(self) -> int:
@@ -124,13 +138,18 @@ class RunHistory:
 
     @property
     def last_evaluation(self) -> int:
-        """The step before the last evaluation; -1 before the first."""
-        return max(self._evaluation_s, default=-1)
+        """The step before the last evaluation of the newest leg; -1 before the first."""
+        return max(self._leg_evaluations, default=-1)
+
+    @property
+    def evaluation_times_s(self) -> list[float]:
+        """Seconds of each evaluation in the final history."""
+        return list(self._evaluation_s.values())
 
     @property
     def has_open_attempt(self) -> bool:
         """Whether an attempt has started and not ended."""
-        return self.started is not None and len(self.attempt_ends) <= self.num_restarts
+        return self.started is not None and len(self.attempt_ends) <= self._num_leg_restarts
 
     def end_attempt(self, exit_code: int) -> AttemptEnd:
         """The end of the current attempt with this exit code."""
@@ -147,9 +166,14 @@ class RunHistory:
 
     def log(self, line: MetricsLine) -> None:
         """Adds a line to the account."""
+        self.paid_time.log(line)
         match line:
-            case {"event": "started"}:
-                self._begin(line)
+            case {"event": "started", "step": int(step)}:
+                if self.started is None:  # lines before it don't count
+                    self.history_start_step = step
+                    self._forget_steps(after=-1)
+                self._forget_steps(after=step)
+                self._begin_leg(line)
             case {"event": "diverged", "data": dict(data_position)}:
                 self._data_position = data_position
             case {"event": "failure", "text": str(text)}:
@@ -161,20 +185,22 @@ class RunHistory:
                 )
             case {"event": "restart"}:
                 self._restart(line["step"], line["lost_steps"], skips_data=line["skips_data"])
-            case {"event": "evaluation", "step": int(step), "seconds": float(seconds)}:
+            case {"event": "evaluation", "step": int(step), "seconds": int(seconds) | float(seconds)}:
                 self._evaluation_s[step] = seconds
+                self._leg_evaluations.add(step)
             case {"event": _}:
                 return
             case {"step": int(step)}:
                 self.newest = line
                 self._record_step_time(step, float(line.get("step_s", 0.0)))
 
-    def figures(self, now: float) -> dict[str, Any]:
-        """Restarts, lost steps, and the productive share of the wall time until `now`; {} before the start."""
+    def figures(self, now: float | None = None) -> dict[str, Any]:
+        """The figures of all legs; {} before the start. `now` (seconds since the epoch): the newest leg goes on until
+        then; None: it has ended with its last line."""
         if self.started is None:
             return {}
         productive_s = sum(self._seconds) + sum(self._evaluation_s.values())
-        wall_s = max(now - self.started["time"], 1e-9)
+        wall_s = max(self.paid_time.seconds(now), 1e-9)
         return {
             "restarts": self.num_restarts,
             "lost_steps": self.lost_steps,
@@ -185,17 +211,23 @@ class RunHistory:
 
     def _record_step_time(self, step: int, seconds: float) -> None:
         """Records the time of a step; the last one counts for a repeated step, none for a missing one."""
-        index = step - self._run_start_step - 1
+        index = step - self.history_start_step - 1
         self._seconds.extend([0.0] * (index + 1 - len(self._seconds)))
         if index >= 0:
             self._seconds[index] = seconds
 
     def _restart(self, step: int, lost_steps: int, *, skips_data: bool) -> None:
         self.num_restarts += 1
+        self._num_leg_restarts += 1
         self.lost_steps += lost_steps
         self._attempt_start_step, self.newest, self.failure = step, {}, ""
-        del self._seconds[max(0, step - self._run_start_step) :]
-        self._evaluation_s = {number: seconds for number, seconds in self._evaluation_s.items() if number <= step}
+        self._forget_steps(after=step)
         if skips_data and self._data_position is not None:
             self.skipped_data = (step, self._data_position)
         self._data_position = None
+
+    def _forget_steps(self, *, after: int) -> None:
+        """Takes back the times of steps and evaluations after the step `after`."""
+        del self._seconds[max(0, after - self.history_start_step) :]
+        self._evaluation_s = {step: seconds for step, seconds in self._evaluation_s.items() if step <= after}
+        self._leg_evaluations = {step for step in self._leg_evaluations if step <= after}

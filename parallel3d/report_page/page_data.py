@@ -22,21 +22,19 @@ from parallel3d.report_page.page_events import (
     CheckpointRow,
     checkpoint_figures,
     checkpoints_of,
-    finished_run,
+    dollar_figures,
     gradient_spikes,
     loss_spikes,
     messages_of,
 )
 from parallel3d.report_page.page_results import newest_results, plan_result_charts, result_rows
-from parallel3d.report_page.scales import Curve, Points, format_number
+from parallel3d.report_page.scales import Curve, Points
 from parallel3d.report_page.watched_run import describe_change, format_widths, seconds_of_change
 
 Json = dict[str, Any]
 MAX_NOTICES = 200
 MAX_RESULTS = 1000
 """Newest figures of checkpoints that are listed."""
-HLAT_TOKENS = 4e6
-"""HLAT's unit of cost: dollars for 4 million tokens (CPT)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,8 @@ class RunFiles:
     """Why sets of results are left out."""
     plan: Plan | None = None
     """The plan of its pipeline, if it is to be drawn."""
-    read_at: float = 0.0
-    """Seconds since the epoch: a run that goes on has lasted until then."""
+    read_at: float | None = None
+    """Seconds since the epoch: a run that goes on has lasted until then. None: its newest leg has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +280,8 @@ def _status(run: RunFiles, history: MetricsLog) -> str:
 def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None) -> Iterator[tuple[str, str]]:
     """Names and values of the table in which runs stand side by side."""
     last, stability, summary = history.steps[-1], analyse(history), run.summary
-    account = RunHistory(run.lines).figures(_end_s(run))
+    account, now = RunHistory(run.lines), None if run.summary else run.read_at
+    shares = account.figures(now)
     changes = list(_changes(history))
     events = [event for event in history.events if event["event"] == "membership"]
     yield "steps", f"{last['step']:,}"
@@ -303,12 +302,15 @@ def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None)
     yield "workers joined", f"{sum(len(event['joined']) for event in events):,}"
     yield "seconds that changes have cost", f"{sum(row.seconds or 0.0 for row in changes):.2f}"
     for key, label in (("restarts", "restarts"), ("lost_steps", "steps lost by restarts")):
-        yield label, f"{account.get(key, 0):,}"
+        yield label, f"{shares.get(key, 0):,}"
     yield from checkpoint_figures(checkpoints_of(run.lines, run.uploads))
-    if account:
-        yield "wall-clock time", f"{account['wall_s']:,.1f} s"
-        yield "productive share of it", f"{account['uptime']:.1%}"
-        yield from _dollars(run, history, account, dollars_per_hour)
+    if shares:
+        if (num_legs := account.paid_time.num_legs) > 1:
+            yield "legs (the first one and resumes)", f"{num_legs:,}"
+        yield "wall-clock time", f"{shares['wall_s']:,.1f} s"
+        yield "productive share of it", f"{shares['uptime']:.1%}"
+        if dollars_per_hour is not None:
+            yield from dollar_figures(run.lines, account, now=now, dollars_per_hour=dollars_per_hour)
     for key in ("layout", "parameters"):
         if (value := summary.get(key)) is not None:
             yield key, f"{value:,}" if isinstance(value, int) else str(value)
@@ -318,29 +320,6 @@ def _bubbles(run: RunFiles, history: MetricsLog) -> Iterator[tuple[str, float]]:
     for key, label in (("bubble", "measured"), ("planned_bubble", "planned")):
         if (value := run.summary.get(key, history.steps[-1].get(key))) is not None:
             yield label, float(value)
-
-
-def _dollars(
-    run: RunFiles, history: MetricsLog, account: Mapping[str, Any], dollars_per_hour: float | None
-) -> Iterator[tuple[str, str]]:
-    """The costs so far, of all of the time, recovery included; and what of them evaluations took."""
-    tokens = history.steps[-1].get("tokens", 0)
-    if dollars_per_hour is None or not tokens:
-        return
-    rented = finished_run(history, wall_s=account["wall_s"], dollars_per_hour=dollars_per_hour)
-    dollars = rented.gross_dollars
-    yield "dollars so far", f"{dollars:,.2f}"
-    yield "dollars of evaluations", f"{rented.evaluation_dollars:,.2f}"
-    yield "dollars without evaluations", f"{rented.net_dollars:,.2f}"
-    yield "dollars for a million tokens", format_number(dollars / tokens * 1e6)
-    yield "dollars for 4 million tokens (HLAT's CPT)", format_number(dollars / tokens * HLAT_TOKENS)
-    yield "dollars for a trillion tokens", format_number(dollars / tokens * 1e12)
-
-
-def _end_s(run: RunFiles) -> float:
-    """When the run ended; while it goes on, when it was read."""
-    ends = [line["time"] for line in run.lines if line.get("event") == "ended"]
-    return float(ends[-1]) if run.summary and ends else run.read_at
 
 
 def _changes(history: MetricsLog) -> Iterator[MembershipRow]:

@@ -1,4 +1,4 @@
-"""Messages, checkpoints and spikes of a run, and the costs of its evaluations, for the page. Pure."""
+"""Messages, checkpoints, spikes and costs of a run, for the page. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import Any
 
-from parallel3d.costs.rental import FinishedRun
+from parallel3d.costs.rental import HLAT_TOKENS, MILLION, FinishedRun
 from parallel3d.monitor.history import MetricsLog, ratios_of
 from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO
 from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.monitor.spikes import Spikes
-from parallel3d.report_page.scales import MAX_POINTS
+from parallel3d.monitor.uptime import RunHistory
+from parallel3d.report_page.scales import MAX_POINTS, format_number
 
 Json = Mapping[str, Any]
 MESSAGES = ("notice", "drain", "balance", "preemption", "restart")
@@ -84,20 +85,42 @@ def _highest_of_each(steps: Iterable[tuple[int, float, bool]]) -> list[tuple[flo
     return sorted(sorted(peaks, key=lambda each: -each[1])[:MAX_POINTS])
 
 
-def finished_run(history: MetricsLog, *, wall_s: float, dollars_per_hour: float) -> FinishedRun:
-    """The costs of the whole time, and without the evaluations that training waited for."""
-    seconds = [float(event["seconds"]) for event in history.events if _is_timed_evaluation(event)]
-    return FinishedRun(
+def dollar_figures(
+    lines: Sequence[Json], account: RunHistory, *, now: float | None, dollars_per_hour: float
+) -> Iterator[tuple[str, str]]:
+    """Names and values of the costs of all legs, recovery included, without the time between them (monitor/uptime.py);
+    none before the first tokens. `now`: as for `RunHistory.figures`.
+
+    The costs of evaluations are those of the ones in the final history. The costs for a number of tokens are those of
+    the tokens since the first leg's start: a run that goes on from another one's checkpoint has the costs of its own.
+    """
+    num_tokens = tokens_since_start(lines, account.history_start_step)
+    if not num_tokens:
+        return
+    times_s = account.evaluation_times_s
+    rented = FinishedRun(
         price_per_hour=dollars_per_hour,
-        seconds=wall_s,
-        num_evaluations=len(seconds),
-        evaluation_s=sum(seconds) / len(seconds) if seconds else 0.0,
-        num_tokens=history.steps[-1].get("tokens", 0),
+        seconds=account.paid_time.seconds(now),
+        num_evaluations=len(times_s),
+        evaluation_s=sum(times_s) / len(times_s) if times_s else 0.0,
+        num_tokens=num_tokens,
     )
+    yield "dollars so far", f"{rented.gross_dollars:,.2f}"
+    yield "dollars of evaluations", f"{rented.evaluation_dollars:,.2f}"
+    yield "dollars without evaluations", f"{rented.net_dollars:,.2f}"
+    yield "dollars for a million tokens", format_number(rented.dollars_per_mtoken)
+    for tokens, what in ((HLAT_TOKENS, "4 million tokens (HLAT's CPT)"), (1e12, "a trillion tokens")):
+        yield f"dollars for {what}", format_number(rented.dollars_per_mtoken * tokens / MILLION)
 
 
-def _is_timed_evaluation(event: Json) -> bool:
-    return event["event"] == "evaluation" and event.get("seconds") is not None
+def tokens_since_start(lines: Sequence[Json], start_step: int) -> int:
+    """Tokens of the steps after `start_step`, up to the newest."""
+    after = [line for line in lines if "event" not in line and line.get("step", 0) > start_step]
+    if not after:
+        return 0
+    first, newest = after[0], after[-1]
+    before = first.get("tokens", 0) - first.get("sequence_length", 0) * first.get("num_sequences", 0)
+    return int(newest.get("tokens", 0)) - (int(before) if start_step else 0)
 
 
 def checkpoint_figures(rows: Sequence[CheckpointRow]) -> Iterator[tuple[str, str]]:

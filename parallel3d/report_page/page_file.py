@@ -13,7 +13,15 @@ from parallel3d.config.load import load_config
 from parallel3d.errors import UserError
 from parallel3d.evaluation.result_history import read_result_history
 from parallel3d.evaluation.saved_results import starts_of
-from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, PAGE, SUMMARY, read_metrics
+from parallel3d.monitor.run_folder import (
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    PAGE,
+    SUMMARY,
+    is_being_written,
+    read_metrics,
+)
 from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.html_page import render_page
@@ -74,7 +82,7 @@ def read_run(folder: Path) -> RunFiles:
         results=read_result_history(folder, starts_of(lines), damages.append),
         result_damages=damages,
         plan=read_plan(folder / CONFIG),
-        read_at=time.time(),
+        read_at=time.time() if is_being_written(folder) else None,
     )
 
 

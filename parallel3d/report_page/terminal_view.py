@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parallel3d.costs.rental import cost_of_time
 from parallel3d.monitor.upload_history import UploadHistory
 from parallel3d.report_page.scales import format_number
 from parallel3d.report_page.watched_run import WatchedRun, format_widths
@@ -46,6 +47,8 @@ class FolderFacts:
     checkpoint_age_s: float | None = None
     uploads: UploadHistory | None = None
     dollars_per_hour: float | None = None
+    read_at: float | None = None
+    """Seconds since the epoch: a run that goes on has lasted until then. None: its newest leg has ended."""
     results: tuple[str, ...] = ()
     """Of evaluated checkpoints: the newest main figures."""
 
@@ -148,7 +151,7 @@ def _rows(run: WatchedRun, facts: FolderFacts) -> Iterator[tuple[str, str]]:
     if (length := line.get("sequence_length")) is not None:
         yield "seq. length", f"{int(length):,}"
     if facts.dollars_per_hour is not None:
-        yield "cost", f"${run.hours * facts.dollars_per_hour:,.2f}"
+        yield "cost", f"${cost_of_time(facts.dollars_per_hour, run.paid_time.seconds(facts.read_at)):,.2f}"
     if facts.num_steps and run.step_s and run.step < facts.num_steps:
         yield "ETA", format_duration((facts.num_steps - run.step) * run.step_s)
     yield from _events(run, facts)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel3d.monitor.paid_time import PaidTime
+
 Json = Mapping[str, Any]
 STEP_TIMES = 50
 """Newest steps whose mean time gives the time that is left."""
@@ -48,9 +50,7 @@ class WatchedRun:
     changes: list[WidthChange] = field(default_factory=list)
     starts: list[Json] = field(default_factory=list)
     """Lines of starts and restarts: results of steps that the run has left behind don't count."""
-    newest_time: float = 0.0
-    """Seconds since the epoch of the newest line with a time."""
-    started_at: float = 0.0
+    paid_time: PaidTime = field(default_factory=PaidTime)
 
     @property
     def step(self) -> int:
@@ -71,19 +71,12 @@ class WatchedRun:
         """Mean seconds of the newest steps."""
         return sum(self.step_times_s) / len(self.step_times_s) if self.step_times_s else None
 
-    @property
-    def hours(self) -> float:
-        """From the start to the newest line."""
-        return max(0.0, self.newest_time - self.started_at) / 3600 if self.started_at else 0.0
-
     def add(self, line: Json) -> None:
         """Takes the next line of the file."""
-        self.newest_time = float(line.get("time", self.newest_time))
+        self.paid_time.log(line)
         if line.get("event") in ("started", "restart"):
             self.starts.append(line)
         match line:
-            case {"event": "started", "time": time}:
-                self.started_at = float(time)
             case {"event": "evaluation", "step": int(step), "loss": loss}:
                 self._add_evaluation(step, float(loss))
             case {"event": "membership"}:

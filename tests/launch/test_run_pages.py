@@ -12,6 +12,7 @@ import pytest
 
 from parallel3d.commands.report import main as report
 from parallel3d.commands.watch import main as watch
+from parallel3d.monitor.run_folder import read_metrics
 from parallel3d.report_page.page_data import SOURCES
 from parallel3d.report_page.scales import MAX_POINTS
 from tests.launch.test_returning_workers import changes, kill
@@ -89,6 +90,25 @@ def test_every_value_is_that_of_the_metrics(config_file, tmp_path, capsys):
     assert watch([str(run)]) == 130
     assert f"step {len(metrics(run)):,}/100,000" in capsys.readouterr().out
     assert not [name for name in os.listdir(run) if name.startswith(".report")]
+
+
+def test_a_resumed_run_costs_what_both_of_its_legs_have_cost(config_file, tmp_path):
+    """The second leg goes on after step 10 of 12: what the first one did after that was paid for, too."""
+    run, seconds = tmp_path / "run", 0.0
+    for changes_of_leg in (["checkpoint.every=10"], [f"run.resume={run / 'checkpoints' / 'step-00000010'}"]):
+        process = start("--config", config_file, "monitor.dollars_per_hour=3600", *changes_of_leg)
+        code, out, err = finish(process)
+        assert code == 0, out + err
+        events = [line for line in read_metrics(run / "metrics.jsonl") if "event" in line]
+        started = max(line["time"] for line in events if line["event"] == "started")
+        seconds += events[-1]["time"] - started
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["wall_s"] == pytest.approx(seconds, abs=0.002)
+    shown = dict(Cells((run / "report.html").read_text()).tables["Figures"])
+    assert shown["dollars so far"] == f"{summary['wall_s']:,.2f}" and shown["wall-clock time"].startswith(
+        f"{summary['wall_s']:,.1f}"
+    )
+    assert float(shown["dollars without evaluations"]) > 0
 
 
 def check_curves(charts, lines):

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from parallel3d.errors import UserError
+from parallel3d.monitor.paid_time import PaidTime
 from parallel3d.monitor.run_folder import (
     TAIL_BYTES,
     ContinuedRunFolder,
@@ -50,6 +51,34 @@ def test_an_earlier_runs_files_are_moved_aside_and_nothing_else(tmp_path):
         assert read_metrics(folder / "metrics.jsonl") == [{"step": number, "loss": 1.0}]
         assert (folder / "logs" / "rank-0.log").read_text() == f"run {number}"
     assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("last_step, seconds", [(3, None), (2, 16.0), (1, 26.0)])
+def test_a_resume_keeps_the_lines_up_to_its_step_and_the_seconds_of_the_others(tmp_path, last_step, seconds):
+    """Twice, since lines of several legs may be left behind; the time between legs is not in it."""
+    lines = [
+        {"event": "started", "step": 0, "time": 100.0},
+        {"step": 1, "step_s": 10.0},
+        {"event": "ended", "time": 120.0},
+        {"event": "started", "step": 1, "time": 900.0},
+        {"step": 2, "step_s": 10.0},
+        {"step": 3, "step_s": 10.0},
+        {"event": "notice", "text": "saved", "time": 926.0},
+    ]
+    folder = open_folder(tmp_path)
+    for line in lines:
+        folder.append_metrics(line)
+    folder.close()
+    for _ in range(2):
+        RunFolder(tmp_path, config="{}", environment={}, history_until_step=last_step).close()
+        *kept, last = read_metrics(tmp_path / "metrics.jsonl")
+        left_behind = {"event": "left_behind", "step": last_step, "seconds": seconds}
+        assert last == (left_behind if seconds else lines[-1])
+        assert kept == (lines[: lines.index({"step": last_step + 1, "step_s": 10.0})] if seconds else lines[:-1])
+        paid_time = PaidTime()
+        for line in [*kept, last]:
+            paid_time.log(line)
+        assert paid_time.seconds() == 20.0 + 26.0
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

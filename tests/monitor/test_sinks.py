@@ -9,6 +9,7 @@ import pytest
 
 from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder, read_metrics
 from parallel3d.monitor.sinks import PlainDisplay, RunReporter
+from parallel3d.monitor.uptime import RunHistory
 
 
 class Terminal(io.StringIO):
@@ -237,6 +238,21 @@ def test_a_run_that_begins_again_leaves_one_curve(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["restarts"], summary["lost_steps"], summary["productive_s"]) == (1, 1, 4.0)
     assert out.getvalue().count("small: run folder") == 1 and "uptime" in out.getvalue() and "again\n" in out.getvalue()
+
+
+def test_the_summary_of_a_resumed_run_has_the_figures_of_its_lines(tmp_path):
+    """The seconds of both legs: also those of step 2, which the resume leaves behind."""
+    for start in (0, 1):
+        folder = RunFolder(tmp_path, config="{}", environment={}, history_until_step=start)
+        report, _ = report_of(tmp_path, io.StringIO(), folder=folder)
+        report.start()
+        for record in ({"event": "started", "step": start}, step(start + 1), step(start + 2)):
+            report.publish(record)
+        report.close("", exit_code=0)
+    lines, summary = read_metrics(tmp_path / "metrics.jsonl"), json.loads((tmp_path / "summary.json").read_text())
+    figures = RunHistory(lines).figures()
+    assert {name: summary[name] for name in figures} == figures
+    assert (figures["productive_s"], figures["wall_s"]) == (6.0, pytest.approx(8.0, abs=1e-3))
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):

@@ -57,6 +57,31 @@ def test_an_earlier_runs_lines_do_not_count():
     assert RunHistory(BEFORE).figures(1018.0) == {} and RunHistory(BEFORE).last_step == 9
 
 
+def test_the_figures_are_those_of_all_legs():
+    """A resume goes on after step 6: later steps and evaluations don't count, nor does the time between the legs."""
+    evaluations = [{"event": "evaluation", "step": step, "seconds": 1.0} for step in (6, 7)]
+    first = [*FIRST, *steps(7, 8, 3.0), *evaluations, ended(3, 6, 8) | {"time": 1015.0}]
+    second = [{**STARTED, "step": 6, "time": 5000.0}, *steps(7, 9, 4.0)]
+    run_history = RunHistory([*BEFORE, *first, *second])
+    assert run_history.figures() == {
+        "restarts": 1,
+        "lost_steps": 2,
+        "productive_s": 2.0 + 1.0 + 3 * 4.0,
+        "wall_s": 15.0 + 12.0,
+        "uptime": 15.0 / 27.0,
+    }
+    assert run_history.figures(5100.0)["wall_s"] == 115.0 and run_history.evaluation_times_s == [1.0]
+    assert (run_history.run_start_step, run_history.history_start_step, run_history.last_evaluation) == (6, 5, -1)
+    assert run_history.has_open_attempt and run_history.attempt_ends == []
+    run_history.log(restart(6, 3))
+    assert run_history.figures()["productive_s"] == 3.0 and run_history.figures()["restarts"] == 2
+
+
+def test_a_restart_from_before_the_leg_takes_its_steps_back():
+    lines = [STARTED, *steps(1, 4), {**STARTED, "step": 4}, *steps(5, 6), ended(6, 4, 6), restart(2, 4)]
+    assert RunHistory(lines).figures()["productive_s"] == 2 * 2.0
+
+
 def test_whether_a_start_is_over_and_why():
     assert RunHistory(FIRST[:-3]).has_open_attempt and not RunHistory(FIRST[:-3]).failure
     assert RunHistory(FIRST[:-2]).has_open_attempt and RunHistory(FIRST[:-2]).failure == "a loss"

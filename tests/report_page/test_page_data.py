@@ -132,6 +132,41 @@ def test_a_run_that_goes_on_lasts_until_now():
     assert page.runs[0].status == "not finished, 40 of 90 steps" and "dollars so far" not in page.runs[0].figures
 
 
+def test_dollars_are_those_of_all_legs():
+    """At a dollar a second: a leg that ended with its evaluation, a time that is not paid for, and a resume."""
+    evaluation = {"event": "evaluation", "step": 40, "loss": 4.5, "seconds": 100.0, "time": 1100.0}
+    started = {"event": "started", "step": 40, "time": 2000.0}
+    step = {"step": 41, "loss": 2.0, "tokens": 4100, "step_s": 0.5}
+    ended = {"event": "ended", "exit_code": 0, "attempt_start_step": 40, "last_step": 41, "time": 2012.0}
+    lines = [*run_files().lines, evaluation, started, step]
+    done = RunFiles(name="run", lines=[*lines, ended], summary={"exit_code": 0}, read_at=9e9)
+    figures = make_page([done], dollars_per_hour=3600.0).runs[0].figures
+    shown = {name: value for name, value in figures.items() if "dollars" in name or "time" in name or "legs" in name}
+    assert shown == {
+        "legs (the first one and resumes)": "2",
+        "wall-clock time": "112.0 s",
+        "dollars so far": "112.00",
+        "dollars of evaluations": "100.00",
+        "dollars without evaluations": "12.00",
+        "dollars for a million tokens": "27,317",
+        "dollars for 4 million tokens (HLAT's CPT)": "109,268",
+        "dollars for a trillion tokens": "2.73e+10",
+    }
+    for read_at, seconds in ((None, "100.5"), (2030.0, "130.0")):  # the second leg was killed; it goes on
+        page = make_page([RunFiles(name="run", lines=lines, read_at=read_at)], dollars_per_hour=3600.0)
+        assert page.runs[0].figures["wall-clock time"] == f"{seconds} s"
+        assert page.runs[0].figures["dollars so far"] == f"{seconds}0"
+
+
+def test_tokens_cost_what_this_run_has_paid_for_them():
+    """It began with another run's checkpoint of step 40; the tokens before that were the other's."""
+    started = {"event": "started", "step": 40, "time": 2000.0}
+    step = {"step": 41, "loss": 2.0, "tokens": 4100, "step_s": 0.5, "sequence_length": 20, "num_sequences": 5}
+    lines = [started, step, {**step, "step": 42, "tokens": 4200}, {"event": "notice", "text": "saved", "time": 2012.0}]
+    figures = make_page([RunFiles(name="run", lines=lines)], dollars_per_hour=3600.0).runs[0].figures
+    assert (figures["tokens"], figures["dollars for a million tokens"]) == ("4,200", "60,000")
+
+
 def test_strings_of_users_are_only_text():
     files = run_files(name=MARKUP, events=[CHANGE], environment={"command_line": ["train", MARKUP]})
     text = render_page(make_page([files, run_files(name="other")]), now_s=0.0)

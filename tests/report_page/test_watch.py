@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import time
 import urllib.error
 import urllib.request
 from functools import partial
@@ -22,6 +23,8 @@ from parallel3d.commands.watch import (
     main,
     read_facts,
 )
+from parallel3d.report_page.page_data import make_page
+from parallel3d.report_page.page_file import read_run
 from parallel3d.report_page.page_server import PageServer
 from parallel3d.report_page.terminal_view import ASCII_BLOCKS, BLOCKS, FolderFacts, Screen, draw_curve, draw_lines
 from parallel3d.report_page.watched_run import WatchedRun
@@ -99,6 +102,28 @@ def test_stability_length_and_price_are_shown():
     shown = draw_lines(run, facts, Screen(width=80, height=50), status="running")
     assert "loss ratio  1.2500 (to the lowest loss before)" in shown and "seq. length 96" in shown
     assert "spikes      1 of the gradient norm, the last one at step 5" in shown and "cost        $30.00" in shown
+
+
+@pytest.mark.parametrize("end", ["killed", "goes on", "ended"])
+def test_the_cost_of_a_resumed_run_is_that_of_its_page(tmp_path, end):
+    """All legs are paid for, and no time between them."""
+    now = time.time()
+    started, ended = {"event": "started", "step": 40, "time": now - 50}, {"event": "ended", "exit_code": 0}
+    ended |= {"attempt_start_step": 40, "last_step": 42, "time": now - 25}
+    steps = [{"step": step, "loss": 2.0, "tokens": 100 * step, "step_s": 6.0} for step in (41, 42)]
+    first = [*run_files().lines, {"event": "notice", "text": "saved", "time": 1020.0}]
+    lines = [*first, started, *steps, *([ended] if end == "ended" else [])]
+    write(tmp_path, lines, summary={"exit_code": 0} if end == "ended" else None)
+    (tmp_path / "config.json").write_text(json.dumps({"monitor": {"dollars_per_hour": 3600.0}}))
+    with (tmp_path / ".lock").open("w") as lock:
+        if end == "goes on":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        facts, page = read_facts(tmp_path), make_page([read_run(tmp_path)])
+    shown = draw_lines(watched(lines), facts, Screen(width=80, height=50), status="")
+    [cost] = [float(line.split("$")[1]) for line in shown if line.startswith("cost")]
+    seconds = {"killed": 20 + 12, "goes on": 20 + 50, "ended": 20 + 25}[end]
+    assert cost == pytest.approx(seconds, abs=5.0 if end == "goes on" else 0.01)
+    assert float(page.runs[0].figures["dollars so far"]) == pytest.approx(cost, abs=5.0 if end == "goes on" else 0.01)
 
 
 @given(st.integers(20, 140), st.integers(1, 60), st.lists(st.floats(), max_size=400), st.booleans())

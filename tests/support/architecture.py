@@ -121,7 +121,7 @@ PURE: tuple[str, ...] = (
     ),
     *(
         f"parallel3d.monitor.{name}"
-        for name in ("flops", "evaluation_interval", "tuning", "upload_history", "saved_notice")
+        for name in ("flops", "evaluation_interval", "tuning", "upload_history", "saved_notice", "paid_time")
     ),
     *(
         f"parallel3d.report_page.{name}"
