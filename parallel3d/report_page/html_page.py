@@ -19,8 +19,8 @@ from parallel3d.report_page.scales import format_number
 from parallel3d.report_page.svg_chart import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, WIDTH, draw_chart, scales_of
 from parallel3d.report_page.timeline_chart import draw_timeline, kinds_of
 
-SWATCHES = {"dots": " dot", "spikes": " spike"}
-"""Kinds of series whose sign in the legend is not a line, and its style."""
+SWATCHES = {"dots": " dot", "spikes": " spike", "planned": " dashed"}
+"""Kinds of series whose sign in the legend is not a solid line, and its style."""
 OPEN_RESULT_CHARTS = 12
 """Charts of results that are not folded."""
 FOLDER = Path(__file__).parent

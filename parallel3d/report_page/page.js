@@ -20,7 +20,7 @@ window.startCharts = () => {
       cross.setAttribute("x2", at);
       cross.setAttribute("visibility", "visible");
       const said = chart.series.map((series) => {
-        const curve = series.curve, stairs = series.kind === "stairs";
+        const curve = series.curve, stairs = ["stairs", "planned"].includes(series.kind);
         let number = nearest(curve.x, x);
         if (stairs && curve.x[number] > x && number > 0) number -= 1;
         const low = curve.low[number], high = curve.high[number];

@@ -9,8 +9,8 @@ from parallel3d.report_page.scales import Curve
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A curve of a chart: a line with its band, steps of a staircase, dots, rings round spikes, or a line through dots
-    with their standard errors."""
+    """A curve of a chart: a line with its band, steps of a staircase, the same dashed for what was planned, dots, rings
+    round spikes, or a line through dots with their standard errors."""
 
     run: int
     label: str

@@ -118,6 +118,10 @@ class _Source:
     only_if_it_changes: bool = False
     factor: float = 1.0
     """From a line's value to the chart's."""
+    label: str = ""
+    """Of its curve, beside the run's name."""
+    planned: str = ""
+    """The field of a line that has the planned value; "": it has none."""
 
 
 SOURCES: dict[str, _Source] = {
@@ -132,7 +136,9 @@ SOURCES: dict[str, _Source] = {
     "tokens_per_s": _Source(title="Throughput", unit="tokens/s", from_zero=True),
     "step_s": _Source(title="Time of a step", unit="s", from_zero=True),
     "mfu": _Source(title="MFU", unit="share of peak FLOP/s", from_zero=True),
-    "bubble": _Source(title="Pipeline bubble", unit="share of a step", from_zero=True),
+    "bubble": _Source(
+        title="Pipeline bubble", unit="share of a step", from_zero=True, label="measured", planned="planned_bubble"
+    ),
     "data_wait_s": _Source(title="Wait for data", unit="s a step", from_zero=True),
     "memory_bytes": _Source(title="Memory of the largest rank", unit="MB", from_zero=True, factor=1e-6),
     "param_norm": _Source(title="l2 norm of the weights"),
@@ -186,9 +192,12 @@ def _charts(
         title = "Loss ratio: loss / lowest loss before"
         yield Chart(name="loss_ratio", title=title, unit="", series=tuple(ratios), references=limit, marks=marks)
     for name, source in SOURCES.items():
-        found = series(partial(_scaled, name=name, factor=source.factor), "stairs" if source.is_staircase else "line")
+        kind, scaled = "stairs" if source.is_staircase else "line", partial(_scaled, factor=source.factor)
+        found = series(partial(scaled, name=name), kind, source.label)
         if found and name == "grad_norm":
             found += series(gradient_spikes, "spikes", "spikes")
+        if found and source.planned:
+            found += series(partial(scaled, name=source.planned), "planned", "planned")
         if not found or source.only_if_it_changes and all(len({*each.curve.mean}) < 2 for each in found):
             continue
         yield Chart(
@@ -214,11 +223,9 @@ def _label(runs: Sequence[RunFiles], number: int, what: str) -> str:
 
 
 def _references(name: str, run: RunFiles) -> Iterator[tuple[str, float]]:
-    limit, planned = run.config.get("optimizer", {}).get("max_grad_norm"), run.summary.get("planned_bubble")
+    limit = run.config.get("optimizer", {}).get("max_grad_norm")
     if name == "grad_norm" and limit is not None:
         yield "clipped above", float(limit)
-    if name == "bubble" and planned is not None:
-        yield "planned", float(planned)
 
 
 def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:

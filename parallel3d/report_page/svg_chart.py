@@ -111,11 +111,12 @@ def _draw_series(series: Series, x: Scale, y: Scale) -> Iterator[str]:
         upper = _path(xs, [_y(y, value) for value in curve.high])
         lower = _path(xs[::-1], [_y(y, value) for value in curve.low[::-1]])
         yield f'<path class="band {colour}" d="M{upper}L{lower}Z"/>'
-    if series.kind == "stairs":
+    if series.kind in ("stairs", "planned"):
+        dashes = f"s{series.run % NUM_COLOURS}" if series.kind == "stairs" else "planned"
         points = [(xs[0], means[0])]
         for at, before, after in zip(xs[1:], means, means[1:]):
             points += [(at, before), (at, after)]
-        yield f'<path class="{colour} s{series.run % NUM_COLOURS}" d="M{_path(*zip(*points))}"/>'
+        yield f'<path class="{colour} {dashes}" d="M{_path(*zip(*points))}"/>'
         return
     yield f'<path class="{colour}" d="M{_path(xs, means)}"/>'
 

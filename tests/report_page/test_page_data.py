@@ -118,6 +118,22 @@ def test_a_spike_is_marked_at_its_highest_value():
         assert draw_chart(charts[name]).count('<circle class="spike"') == len(peaks)
 
 
+def test_the_planned_bubble_is_that_of_each_step():
+    """It changes with the membership, and is there while the run goes on; the summary has that of the last step."""
+    planned = [0.2] * 20 + [0.4] * 20
+    lines = [
+        line | {"bubble": 0.5, "planned_bubble": planned[line["step"] - 1]} if "loss" in line else line
+        for line in run_files().lines
+    ]
+    for summary in ({}, {"exit_code": 0, "planned_bubble": 0.4}):
+        page = make_page([RunFiles(name="run", lines=lines, summary=summary)])
+        [chart] = [chart for chart in page.charts if chart.name == "bubble"]
+        assert [(each.label, each.kind) for each in chart.series] == [("measured", "line"), ("planned", "planned")]
+        assert chart.series[1].curve.mean == planned and chart.references == ()
+        assert draw_chart(chart).count('class="c0 planned"') == 1
+        assert '<span class="swatch c0 dashed"></span>planned' in render_page(page, now_s=0.0)
+
+
 def test_many_spikes_leave_the_highest():
     norms = [1.0] * 20 + [9.0 + number if number % 25 == 24 else 1.0 for number in range(25 * 400)]
     steps = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in enumerate(norms, start=1)]
