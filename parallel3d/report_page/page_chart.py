@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel3d.report_page.scales import Curve
@@ -21,6 +22,15 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceLine:
+    """A horizontal line: of one run, in its colour, or of all."""
+
+    label: str
+    value: float
+    run: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart over training steps."""
 
@@ -28,10 +38,21 @@ class Chart:
     title: str
     unit: str
     series: tuple[Series, ...]
-    references: tuple[tuple[str, float], ...] = ()
-    """Horizontal lines: their labels and values."""
+    references: tuple[ReferenceLine, ...] = ()
     marks: tuple[tuple[int, str], ...] = ()
     """Vertical lines: changes of membership, of a page with one run."""
     from_zero: bool = False
     is_count: bool = False
     """Whether values are whole numbers, and ticks too."""
+
+
+def reference_lines(label: str, values: Sequence[float | None], names: Sequence[str]) -> tuple[ReferenceLine, ...]:
+    """A line for each run's value, with the run's name; one for all where all have the same. None: it has no value."""
+    first = values[0]
+    if len({*values}) == 1:
+        return () if first is None else (ReferenceLine(label=label, value=first),)
+    return tuple(
+        ReferenceLine(label=f"{name}, {label}", value=value, run=number)
+        for number, (name, value) in enumerate(zip(names, values))
+        if value is not None
+    )

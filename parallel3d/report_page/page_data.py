@@ -17,7 +17,7 @@ from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
 from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO
 from parallel3d.monitor.uptime import RunHistory
 from parallel3d.pipeline.planner import Plan
-from parallel3d.report_page.page_chart import Chart, Series
+from parallel3d.report_page.page_chart import Chart, ReferenceLine, Series, reference_lines
 from parallel3d.report_page.page_events import (
     CheckpointRow,
     checkpoint_figures,
@@ -175,7 +175,9 @@ def _charts(
             if curve.x
         ]
 
-    entropy = runs[0].summary.get("unigram_entropy")
+    names = [run.name for run in runs]
+    entropies = [_number(run.summary.get("unigram_entropy")) for run in runs]
+    clips = [_number(run.config.get("optimizer", {}).get("max_grad_norm")) for run in runs]
     evaluated = series(lambda history: [(each.step, each.loss) for each in history.evaluations], "dots", "evaluation")
     losses = series(lambda history: history.points("loss"), label="training")
     yield Chart(
@@ -183,12 +185,12 @@ def _charts(
         title="Loss",
         unit="nats per token",
         series=(*losses, *evaluated, *series(loss_spikes, "spikes", "spikes")),
-        references=(("unigram entropy", float(entropy)),) if entropy is not None else (),
+        references=reference_lines("unigram entropy", entropies, names),
         marks=marks,
     )
     ratios = series(lambda history: sorted(ratios_of(history).items()))
     if ratios:
-        limit = ((f"unstable above {UNSTABLE_RATIO:g}", UNSTABLE_RATIO),)
+        limit = (ReferenceLine(label=f"unstable above {UNSTABLE_RATIO:g}", value=UNSTABLE_RATIO),)
         title = "Loss ratio: loss / lowest loss before"
         yield Chart(name="loss_ratio", title=title, unit="", series=tuple(ratios), references=limit, marks=marks)
     for name, source in SOURCES.items():
@@ -205,7 +207,7 @@ def _charts(
             title=source.title,
             unit=source.unit,
             series=tuple(found),
-            references=tuple(_references(name, runs[0])),
+            references=reference_lines("clipped above", clips, names) if name == "grad_norm" else (),
             marks=marks,
             from_zero=source.from_zero,
         )
@@ -222,10 +224,8 @@ def _label(runs: Sequence[RunFiles], number: int, what: str) -> str:
     return ", ".join(part for part in (runs[number].name if len(runs) > 1 or not what else "", what) if part)
 
 
-def _references(name: str, run: RunFiles) -> Iterator[tuple[str, float]]:
-    limit = run.config.get("optimizer", {}).get("max_grad_norm")
-    if name == "grad_norm" and limit is not None:
-        yield "clipped above", float(limit)
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:

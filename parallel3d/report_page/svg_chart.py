@@ -14,6 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 388, 10, 190
 LOG_RANGE = 100.0
 """From this ratio of the largest value to the median on, the axis is logarithmic."""
 NUM_COLOURS = 6
+LABEL_HEIGHT = 12
 
 
 def scales_of(chart: Chart) -> tuple[Scale, Scale]:
@@ -22,7 +23,7 @@ def scales_of(chart: Chart) -> tuple[Scale, Scale]:
     lows = [y for series in chart.series for y in series.curve.low]
     highs = [y for series in chart.series for y in series.curve.high]
     means = sorted(y for series in chart.series for y in series.curve.mean)
-    shown = [value for _, value in chart.references if value <= 2 * max(highs)]
+    shown = [line.value for line in chart.references if line.value <= 2 * max(highs)]
     x = linear_scale(min(0.0, *xs), max(xs), num_ticks=4, least_step=1.0)
     x = Scale(low=x.low, high=max(xs), ticks=tuple(tick for tick in x.ticks if tick <= max(xs)))
     if min(lows) > 0 and max(highs) > LOG_RANGE * means[len(means) // 2]:
@@ -63,7 +64,7 @@ def describe(chart: Chart) -> str:
             f"{'' if error is None else f' with a standard error of {format_number(error)}'}, "
             f"from {format_number(min(lows))} to {format_number(max(highs))}"
         )
-    return ". ".join([*said, *(f"{label}: {format_number(value)}" for label, value in chart.references)])
+    return ". ".join([*said, *(f"{line.label}: {format_number(line.value)}" for line in chart.references)])
 
 
 def _axes(x: Scale, y: Scale) -> Iterator[str]:
@@ -83,12 +84,16 @@ def _marks(chart: Chart, x: Scale) -> Iterator[str]:
 
 
 def _references(chart: Chart, y: Scale) -> Iterator[str]:
-    for label, value in chart.references:
-        if y.low <= value <= y.high:
-            at = _y(y, value)
-            label_y = at + 12 if at < TOP + 12 else at - 4
-            yield f'<line class="reference" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            yield f'<text class="note" x="{RIGHT}" y="{label_y:.1f}" text-anchor="end">{escape(label)}</text>'
+    """The lines from the highest to the lowest; a label moves down where it would lie on the one before."""
+    shown = sorted((line for line in chart.references if y.low <= line.value <= y.high), key=lambda line: -line.value)
+    label_y = 0.0
+    for line in shown:
+        at = _y(y, line.value)
+        label_y = max(at + LABEL_HEIGHT if at < TOP + LABEL_HEIGHT else at - 4, label_y + LABEL_HEIGHT)
+        colour = "" if line.run is None else f" c{line.run % NUM_COLOURS}"
+        yield f'<line class="reference{colour}" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        label = escape(line.label)
+        yield f'<text class="note{colour}" x="{RIGHT}" y="{label_y:.1f}" text-anchor="end">{label}</text>'
 
 
 def _draw_series(series: Series, x: Scale, y: Scale) -> Iterator[str]:

@@ -134,6 +134,33 @@ def test_the_planned_bubble_is_that_of_each_step():
         assert '<span class="swatch c0 dashed"></span>planned' in render_page(page, now_s=0.0)
 
 
+def test_each_run_has_its_own_reference_lines():
+    """One for all where all agree; a run that has no value yet has no line."""
+
+    def references(*values):
+        runs = [
+            run_files(
+                name=name,
+                config={"optimizer": {"max_grad_norm": clip}},
+                summary={} if entropy is None else {"exit_code": 0, "unigram_entropy": entropy},
+            )
+            for name, (clip, entropy) in zip("abc", values)
+        ]
+        charts = {chart.name: chart for chart in make_page(runs).charts}
+        lines = {name: charts[name].references for name in ("loss", "grad_norm")}
+        drawn = [draw_chart(charts[name]) for name in lines]
+        return [[(each.label, each.value, each.run) for each in lines[name]] for name in lines], drawn
+
+    assert references((1, 5.0))[0] == [[("unigram entropy", 5.0, None)], [("clipped above", 1.0, None)]]
+    assert references((1, 5.0), (1.0, 5.0))[0] == references((1, 5.0))[0]
+    found, (loss, norm) = references((1, 5.0), (5, 5.05), (5, None))
+    assert found[0] == [("a, unigram entropy", 5.0, 0), ("b, unigram entropy", 5.05, 1)]
+    assert found[1] == [("a, clipped above", 1.0, 0), ("b, clipped above", 5.0, 1), ("c, clipped above", 5.0, 2)]
+    assert 'class="reference c1"' in norm and '>b, clipped above</text>' in norm and "c, clipped above: 5" in norm
+    heights = [float(part.split('y="')[1].split('"')[0]) for part in loss.split('<text class="note')[1:]]
+    assert len(heights) == 2 and heights[1] - heights[0] >= 12  # b's label, then a's below it
+
+
 def test_many_spikes_leave_the_highest():
     norms = [1.0] * 20 + [9.0 + number if number % 25 == 24 else 1.0 for number in range(25 * 400)]
     steps = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in enumerate(norms, start=1)]
