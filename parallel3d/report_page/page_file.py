@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ from parallel3d.report_page.timeline_chart import plan_timeline
 
 def write_page(folders: Sequence[Path], *, out: Path | None, dollars_per_hour: float | None) -> Path:
     """Writes the page, by default into the first run's folder, and returns its path. Raises UserError for a folder
-    without a run, and where it can't write."""
+    without a run or given twice, and where it can't write."""
     path = out or folders[0] / PAGE
-    page = make_page([read_run(folder) for folder in folders], dollars_per_hour=dollars_per_hour)
+    runs = [replace(read_run(folder), name=name) for folder, name in zip(folders, name_runs(folders))]
+    page = make_page(runs, dollars_per_hour=dollars_per_hour)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(render_page(page, now_s=time.time()), encoding="utf-8")
@@ -56,6 +59,25 @@ def write_page_until_finished(
         write_page(folders, out=out, dollars_per_hour=dollars_per_hour)
         time.sleep(every_s)
     return write_page(folders, out=out, dollars_per_hour=dollars_per_hour)
+
+
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """The names under which the runs are shown: those of their folders, with as many parents as make them different.
+
+    Raises UserError for a folder that is given twice, under whatever path.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            first = folders[paths.index(path)]
+            raise UserError(f"{folders[number]}: the same folder as {first}; give each run once")
+    num_parts = [1] * len(paths)
+    while True:
+        names = [str(Path(*path.parts[-count:])) for path, count in zip(paths, num_parts)]
+        counts = Counter(names)
+        if max(counts.values()) == 1:
+            return names
+        num_parts = [count + (counts[name] > 1) for name, count in zip(names, num_parts)]
 
 
 def read_run(folder: Path) -> RunFiles:

@@ -11,6 +11,7 @@ from parallel3d.commands.report import main
 from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import RunFiles, make_page
+from parallel3d.report_page.page_file import name_runs
 from parallel3d.report_page.scales import MAX_POINTS, Curve, linear_scale, log_scale
 from parallel3d.report_page.svg_chart import draw_chart, scales_of
 
@@ -249,6 +250,34 @@ def test_a_scale_holds_its_values(low, size):
 def test_a_logarithmic_scale_ends_with_powers_of_ten():
     scale = log_scale(0.02, 3000.0)
     assert (scale.low, scale.high) == (0.01, 10_000.0) and scale.share(10.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "folders, names",
+    [
+        (["a"], ["a"]),
+        (["a/run", "b/run", "b/other"], ["a/run", "b/run", "other"]),
+        (["a/x/run", "b/x/run", "b/y/run"], ["a/x/run", "b/x/run", "y/run"]),
+        (["run", "run/run", "run/run/run"], ["top/run", "top/run/run", "run/run/run"]),
+    ],
+)
+def test_runs_are_shown_under_different_names(folders, names, tmp_path):
+    top = tmp_path / "top"
+    assert name_runs([top / folder for folder in folders]) == names
+
+
+def test_runs_whose_folders_have_the_same_name_are_told_apart(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    first, second = (str(tmp_path / name / "run") for name in ("a", "b"))
+    assert main([first, second, "--html"]) == 0
+    page = (tmp_path / "a" / "run" / "report.html").read_text()
+    assert "<title>a/run and b/run</title>" in page and "columnheader>b/run</th>" in page
+    (tmp_path / "link").symlink_to(first)
+    for again in (first, f"{second}/../../a/run", str(tmp_path / "link")):
+        assert main([first, second, again, "--html"]) == 2
+        assert f"{again}: the same folder as {first}" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path, capsys):
