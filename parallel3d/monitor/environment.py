@@ -1,4 +1,7 @@
-"""Describes what a run runs on: versions, machine, commit and command line. Does not import torch."""
+"""Describes what a run runs on: versions, machine, commit, command line and working directory. Does not import torch.
+
+Nothing else of the process goes in: its environment variables may hold secrets.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command_line": list(command_line),
+        "working_directory": _working_directory(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
@@ -42,6 +46,14 @@ def describe_cpu() -> str | None:
 def cpu_name(name: str | None, family: str | None, model: str | None) -> str | None:
     """One text of what /proc/cpuinfo has; other vendors than Intel and AMD have no such numbers there."""
     return f"{name} (family {family}, model {model})" if name and family and model else name
+
+
+def _working_directory() -> str | None:
+    """The folder at which relative paths of the command line start."""
+    try:
+        return os.getcwd()
+    except OSError:  # it has been removed
+        return None
 
 
 def _version(package: str) -> str | None:

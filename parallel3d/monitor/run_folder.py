@@ -1,7 +1,7 @@
 """The run folder: all files of a run, written by one process.
 
 config.json        the resolved configuration; starts the same run again
-environment.json   versions, machine, device, commit, command line
+environment.json   versions, machine, device, commit, command line, working directory
 metrics.jsonl      a line per step, and a line with "event" for everything else; a resumed run's from its first start
 lost-steps.jsonl   lines of steps that were lost in a restart
 summary.json       how the run ended, with its figures

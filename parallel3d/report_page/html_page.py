@@ -208,8 +208,11 @@ def _details(number: int, run: RunPage) -> str:
         name = f"Checkpoints (without the first {left_out:,})" if left_out else "Checkpoints"
         head = ["step", "MB", "saved (UTC)", "uploaded (UTC)"]
         parts.append(_folded(name, _table("Checkpoints", head, map(_checkpoint_cells, run.checkpoints))))
-    if run.command:
-        parts.append(f"<h3>Repeat it</h3><pre>{escape(run.command)}</pre>")
+    if run.commands:
+        parts.append("<h3>Repeat it</h3>")
+    for caption, command in run.commands:
+        parts.append(f'<p class="hint">{escape(caption)}</p>' if caption else "")
+        parts.append(f"<pre>{escape(command)}</pre>")
     if run.notices:
         left_out = run.num_notices - len(run.notices)
         rows = ([_time_text(at), text] for at, text in run.notices)

@@ -5,7 +5,6 @@ Runs are compared by step. A chart that no run has values for is left out.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +27,7 @@ from parallel3d.report_page.page_events import (
     messages_of,
 )
 from parallel3d.report_page.page_results import newest_results, plan_result_charts, result_rows
+from parallel3d.report_page.repeat_commands import COMMAND_FACTS, repeat_commands
 from parallel3d.report_page.scales import Curve, Points
 from parallel3d.report_page.watched_run import describe_change, format_widths, seconds_of_change
 
@@ -46,6 +46,9 @@ class RunFiles:
     """Of metrics.jsonl."""
     config: Json = field(default_factory=dict)
     environment: Json = field(default_factory=dict)
+    """Of the newest leg."""
+    first_environment: Json = field(default_factory=dict)
+    """Of the first of several legs."""
     summary: Json = field(default_factory=dict)
     uploads: Sequence[Json] = ()
     """Of uploads.jsonl."""
@@ -77,7 +80,8 @@ class RunPage:
 
     name: str
     status: str
-    command: str
+    commands: tuple[tuple[str, str], ...]
+    """Captions and commands that repeat the run."""
     figures: dict[str, str]
     changes: tuple[MembershipRow, ...]
     evaluations: tuple[tuple[int, float], ...]
@@ -257,7 +261,7 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
     return RunPage(
         name=run.name,
         status=_status(run, history),
-        command=shlex.join(run.environment.get("command_line", [])),
+        commands=repeat_commands(run.lines, run.environment, run.first_environment),
         figures=dict(_figures(run, history, dollars_per_hour)),
         changes=tuple(_changes(history)),
         evaluations=tuple((each.step, each.loss) for each in history.evaluations),
@@ -270,7 +274,7 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
         results=tuple(results[-MAX_RESULTS:]),
         num_results=len(results),
         result_damages=tuple(run.result_damages),
-        environment={name: _flat(value) for name, value in run.environment.items() if name != "command_line"},
+        environment={name: _flat(value) for name, value in run.environment.items() if name not in COMMAND_FACTS},
         config=run.config,
     )
 

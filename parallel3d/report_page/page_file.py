@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from parallel3d.monitor.run_folder import (
     PAGE,
     SUMMARY,
     is_being_written,
+    iterate_metrics,
     read_metrics,
 )
 from parallel3d.monitor.upload_history import UPLOADS
@@ -99,6 +101,7 @@ def read_run(folder: Path) -> RunFiles:
         lines=lines,
         config=_read(folder / CONFIG),
         environment=_read(folder / ENVIRONMENT),
+        first_environment=read_first_environment(folder, lines),
         summary=_read(folder / SUMMARY),
         uploads=uploads,
         results=read_result_history(folder, starts_of(lines), damages.append),
@@ -106,6 +109,26 @@ def read_run(folder: Path) -> RunFiles:
         plan=read_plan(folder / CONFIG),
         read_at=time.time() if is_being_written(folder) else None,
     )
+
+
+def read_first_environment(folder: Path, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The environment of the first of several legs, from the folder to which the leg after it has moved its files;
+    {} of a single leg, and where that folder is missing."""
+    starts = [line for line in lines if line.get("event") == "started"]
+    if len(starts) > 1:
+        moved = [path for path in folder.glob("previous-*") if path.name.removeprefix("previous-").isdecimal()]
+        for path in sorted(moved, key=lambda path: int(path.name.removeprefix("previous-"))):
+            if starts_until(path / METRICS, 2) == starts[:1]:  # later legs have more, other runs another one
+                return _read(path / ENVIRONMENT)
+    return {}
+
+
+def starts_until(path: Path, number: int) -> list[dict[str, Any]]:
+    """The first lines `started` of a metrics.jsonl, up to this number; none of one that can't be read."""
+    try:
+        return [*islice((line for line in iterate_metrics(path) if line.get("event") == "started"), number)]
+    except (OSError, ValueError):
+        return []
 
 
 def read_plan(path: Path) -> Plan | None:

@@ -1,5 +1,6 @@
 """What the page of a run shows is what its files say."""
 
+import html
 import json
 import math
 
@@ -11,7 +12,7 @@ from parallel3d.commands.report import main
 from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import RunFiles, make_page
-from parallel3d.report_page.page_file import name_runs
+from parallel3d.report_page.page_file import name_runs, read_run
 from parallel3d.report_page.scales import MAX_POINTS, Curve, linear_scale, log_scale
 from parallel3d.report_page.svg_chart import draw_chart, scales_of
 
@@ -217,6 +218,47 @@ def test_strings_of_users_are_only_text():
     assert MARKUP not in text and text.count("<script") == text.count("</script>") == 2
     data = text.split('id="data">')[1].split("</script>")[0]
     assert json.loads(data)["charts"][0]["series"][0]["label"] == f"{MARKUP}, training"
+
+
+def test_the_command_that_repeats_the_run():
+    """Its relative paths start at the working directory, which older folders lack; a resume is not the whole run."""
+    first = {"command_line": ["train", "a b"], "working_directory": "/old place", "host": "x"}
+    newest = {"command_line": ["train", "run.resume=auto"], "working_directory": "/new"}
+    lines, resume = run_files().lines, {"event": "started", "step": 40, "time": 2000.0}
+    whole, resumed = "cd '/old place'\ntrain 'a b'", "cd /new\ntrain run.resume=auto"
+
+    def commands(environment, lines=lines, **more):
+        return make_page([RunFiles(name="a", lines=lines, environment=environment, **more)]).runs[0].commands
+
+    assert commands({}) == () and commands(first) == (("", whole),)
+    assert commands({"command_line": ["train"], "working_directory": None}) == (("", "train"),)
+    both = commands(newest, [*lines, resume], first_environment=first)
+    assert both == (("The first leg:", whole), (both[1][0], resumed))
+    assert both[1][0] == (
+        "The newest of 2 legs, which went on after step 40: this command alone does not make the whole run."
+    )
+    [(unknown, command)] = commands(newest, [*lines, resume])
+    assert command == resumed and unknown == f"{both[1][0]} The command of the first leg is not known."
+    [(elsewhere, _)] = commands(newest, [resume, {"step": 41, "loss": 2.0}])
+    assert elsewhere.startswith("The only leg in this folder, which went on after step 40: this command alone")
+    files = RunFiles(name="a", lines=[*lines, resume], environment=newest, first_environment=first)
+    text = render_page(make_page([files]), now_s=0.0)
+    assert f"<pre>{html.escape(whole)}</pre>" in text and f"<pre>{resumed}</pre>" in text and both[1][0] in text
+
+
+def test_the_first_legs_command_is_found_where_the_resume_has_moved_it(tmp_path):
+    """Among the files of another run, of a leg that ended before it started, and of a second leg."""
+    starts = [{"event": "started", "step": step, "time": 9.0 + step} for step in (0, 1, 2)]
+    other = {"event": "started", "step": 0, "time": 1.0}
+    folders = {"previous-2": [other], "previous-9": starts[:1], "previous-10": starts[:1], "previous-11": starts[:2]}
+    for name, found in {**folders, "": starts, "previous-x": starts[:1]}.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        lines = [line for start in found for line in (start, {"step": start["step"] + 1, "loss": 2.0})]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "environment.json").write_text(json.dumps({"command_line": [f"train of {name}"]}))
+    assert read_run(tmp_path).first_environment == {"command_line": ["train of previous-9"]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(starts[0]) + '\n{"step": 1, "loss": 2.0}\n')
+    assert read_run(tmp_path).first_environment == {}
 
 
 def test_long_runs_fit_into_a_megabyte():

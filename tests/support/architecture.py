@@ -127,7 +127,7 @@ PURE: tuple[str, ...] = (
         f"parallel3d.report_page.{name}"
         for name in ("page_data", "page_chart", "page_events", "page_results", "scales", "watched_run", "terminal_view")
     ),
-    "parallel3d.report_page.timeline_chart",
+    *(f"parallel3d.report_page.{name}" for name in ("timeline_chart", "repeat_commands")),
     "parallel3d.debug.replica_check",
     *(
         f"parallel3d.elastic.protocol.{name}"
