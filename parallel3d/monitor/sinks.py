@@ -80,7 +80,7 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("lost_steps", "steps lost by restarts", "{:,}".format),
     ("productive_s", "productive seconds", "{:,.1f}".format),
     ("wall_s", "wall-clock seconds", "{:,.1f}".format),
-    ("uptime", "uptime (productive / wall)", "{:.2%}".format),
+    ("uptime", "goodput (productive / wall)", "{:.2%}".format),
     ("state_bytes", "optimizer state per rank", lambda size: f"{size / 2**20:,.1f} MiB"),
 )
 RESTART_FIGURES = ("restarts", "lost_steps", "productive_s", "wall_s", "uptime")

@@ -15,7 +15,7 @@ A resume begins a further leg, whose lines follow those of the legs before (paid
     restarts, lost_steps   restarts within a leg, and the steps that they have lost; a resume is not a restart
     productive_s           seconds of the steps and evaluations in the final history, each counted once
     wall_s                 seconds of all legs, without the time between them
-    uptime                 productive_s / wall_s
+    uptime                 productive_s / wall_s: the goodput of docs/goodput.md where all steps are equally fast
 
 Attempts, the step before the first one and the account of lost data are those of the newest leg: a restart depends on
 them. The lines of lost steps may be missing. Lines before the first `started` don't count.

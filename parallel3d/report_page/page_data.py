@@ -319,7 +319,7 @@ def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None)
         if (num_legs := account.paid_time.num_legs) > 1:
             yield "legs (the first one and resumes)", f"{num_legs:,}"
         yield "wall-clock time", f"{shares['wall_s']:,.1f} s"
-        yield "productive share of it", f"{shares['uptime']:.1%}"
+        yield "goodput (productive share of the time)", f"{shares['uptime']:.1%}"
         if dollars_per_hour is not None:
             yield from dollar_figures(run.lines, account, now=now, dollars_per_hour=dollars_per_hour)
     for key in ("layout", "parameters"):

@@ -65,7 +65,7 @@ def test_two_fatal_kills_and_the_curve_is_the_undisturbed_one(config_file, tmp_p
     num_lost = len([line for line in lost if "event" not in line])
     assert (found["restarts"], found["lost_steps"], found["steps"]) == (2, num_lost, 14)
     assert 0 < found["productive_s"] < found["wall_s"] and found["uptime"] == found["productive_s"] / found["wall_s"]
-    assert "uptime (productive / wall)" in out and "Traceback" not in out + err
+    assert "goodput (productive / wall)" in out and "Traceback" not in out + err
 
 
 @where_ci_is_set

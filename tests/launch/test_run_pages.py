@@ -165,7 +165,7 @@ def check_figures(run):
     wall_s = times["ended"] - times["started"]
     assert float(shown["wall-clock time"].removesuffix(" s")) == pytest.approx(wall_s, abs=0.06)
     productive_s = sum(line.get("step_s", 0.0) for line in lines) + sum(event["seconds"] for event in evaluations)
-    share = float(shown["productive share of it"].removesuffix("%")) / 100
+    share = float(shown["goodput (productive share of the time)"].removesuffix("%")) / 100
     assert share == pytest.approx(productive_s / wall_s, abs=6e-4)
     assert float(shown["dollars so far"]) == pytest.approx(wall_s, abs=0.006)
     net = wall_s - sum(event["seconds"] for event in evaluations)

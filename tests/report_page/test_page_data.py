@@ -53,7 +53,7 @@ def test_the_figures_are_those_of_the_files():
     assert (figures["steps"], figures["tokens"], figures["final loss"]) == ("40", "4,000", "2.2500")
     assert figures["best evaluation"] == "4.5000 (step 20)" and figures["bubble, planned"] == "20.0%"
     assert figures["workers lost"] == "1" and figures["seconds that changes have cost"] == "0.88"
-    assert figures["wall-clock time"] == "100.0 s" and figures["productive share of it"] == "21.0%"
+    assert figures["wall-clock time"] == "100.0 s" and figures["goodput (productive share of the time)"] == "21.0%"
     assert figures["dollars so far"] == "1.00" and figures["dollars for a million tokens"] == "250"
     assert (figures["dollars of evaluations"], figures["dollars without evaluations"]) == ("0.01", "0.99")
     assert figures["dollars for 4 million tokens (HLAT's CPT)"] == "1,000"
@@ -186,7 +186,7 @@ def test_dollars_are_those_of_all_legs():
     lines = [*run_files().lines, evaluation, started, step]
     done = RunFiles(name="run", lines=[*lines, ended], summary={"exit_code": 0}, read_at=9e9)
     figures = make_page([done], dollars_per_hour=3600.0).runs[0].figures
-    shown = {name: value for name, value in figures.items() if "dollars" in name or "time" in name or "legs" in name}
+    shown = {name: value for name, value in figures.items() if name.startswith(("dollars", "wall", "legs"))}
     assert shown == {
         "legs (the first one and resumes)": "2",
         "wall-clock time": "112.0 s",
