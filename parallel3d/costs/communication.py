@@ -5,7 +5,8 @@
          gradients, the inputs' sums beside those for the weights
     dp   gradients, reduced while the last backward pass runs; weights, gathered under the first forward pass; backups
          of the reduced gradients, one message for each range
-    pp   an activation and a gradient a micro-batch and border, beside the next pass. What fills the pipeline waits
+    pp   an activation and a gradient a micro-batch and border, beside the next pass. The messages of the first and the
+         last micro-batch, one border after the other, fill and drain the pipeline: nothing runs beside them
 
 On CPUs nothing hides tp and dp: the cores that exchange are those that compute. A ring sends (n - 1) / n of the tensor.
 Shares of the bandwidths are guesses, as in `rehearsal/roofline.py`.
@@ -32,10 +33,16 @@ class AxisTraffic:
 
     num_bytes: int
     total_s: float
+    """Time in which this rank sends."""
     exposed_s: float
-    """Time in which nothing else runs."""
+    """The part of `total_s` in which nothing else runs."""
     bandwidth: float
     """Bytes/s that a rank has on this axis."""
+    chain_s: float = 0.0
+    """Time for which a step waits for messages of one rank after the other, of which this rank sends a few: it may be
+    longer than `total_s`."""
+    chain_length: int = 0
+    """Those messages."""
 
 
 NO_TRAFFIC = AxisTraffic(num_bytes=0, total_s=0.0, exposed_s=0.0, bandwidth=0.0)

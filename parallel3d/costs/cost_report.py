@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import Config
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
+from parallel3d.costs.communication import AxisTraffic
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import LayoutEstimate, estimate_layout
@@ -83,11 +84,18 @@ def describe_time(estimate: LayoutEstimate) -> Iterator[str]:
     yield f"step {estimate.step_s:.3g} s: {parts}"
     for axis, traffic in estimate.traffic.items():
         if traffic.num_bytes:
-            yield (
-                f"  {axis}: a rank sends {traffic.num_bytes / 1e9:,.3g} GB at {traffic.bandwidth / 1e9:,.3g} GB/s, "
-                f"{traffic.total_s:.3g} s, of which {traffic.exposed_s:.3g} s are waited for"
-            )
+            yield f"  {axis}: {describe_traffic(traffic)}"
     yield f"bubble {estimate.bubble:.1%}, {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}"
+
+
+def describe_traffic(traffic: AxisTraffic) -> str:
+    sent = f"{traffic.num_bytes / 1e9:,.3g} GB at {traffic.bandwidth / 1e9:,.3g} GB/s, {traffic.total_s:.3g} s"
+    if not traffic.chain_length:
+        return f"a rank sends {sent}, of which {traffic.exposed_s:.3g} s are waited for"
+    return (
+        f"a rank sends {sent}, of which {traffic.exposed_s:.3g} s outlast its passes; the step waits for "
+        f"{traffic.chain_length} messages in a row, from stage to stage and back: {traffic.chain_s:.3g} s"
+    )
 
 
 def describe_money(estimate: LayoutEstimate, num_tokens: float) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """One layout on rented devices: does it fit, how long is a step, what does training cost. Pure.
 
-    step = m t + idle (mean t) + messages that fill the pipeline + what of the reduction nothing hides + update + entry
+    step = m t + idle (mean t) + messages that fill and drain the pipeline, or outlast its passes
+           + what of the reduction nothing hides + update + entry
 
 with m micro-batches of the narrowest stage, t the seconds of the slowest stage for one (its products, attention,
 elementwise kernels and tensor-parallel collectives), and idle from the schedule's own simulation. **Predicted**: no
@@ -9,6 +10,7 @@ line of it was measured on a cluster.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
@@ -29,6 +31,7 @@ from parallel3d.costs.pipeline_facts import PipelineFacts, pipeline_facts
 from parallel3d.costs.rank_memory import MicroBatchSizes, StageMemory, estimate_memory, micro_batches_a_replica
 from parallel3d.costs.rental import Rental
 from parallel3d.costs.stage_work import pass_seconds, update_seconds
+from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.rehearsal.device_rows import GIB, peak_flops
 from parallel3d.trainer.plans import chunk_layout_of, split_layers
 
@@ -49,8 +52,6 @@ class LayoutEstimate:
     num_micro_batches: int
     """Of one replica."""
     update_s: float
-    fill_s: float
-    """Messages between stages for which the pipeline waits."""
     traffic: dict[str, AxisTraffic]
 
     @cached_property
@@ -64,8 +65,9 @@ class LayoutEstimate:
 
     @property
     def idle_s(self) -> float:
-        """Time that the slowest stage waits for others."""
-        return self.facts.idle * sum(self.stage_s) / len(self.stage_s) + self.fill_s
+        """Time that the slowest stage waits for others, and for messages from them."""
+        messages = self.traffic["pp"]
+        return self.facts.idle * sum(self.stage_s) / len(self.stage_s) + messages.chain_s + messages.exposed_s
 
     @property
     def bubble(self) -> float:
@@ -111,7 +113,6 @@ def estimate_layout(
     timed = {key: _time_stage(config, sizes, machines, work) for key, work in works.items()}
     each = [timed[work.num_layers, work.is_first, work.is_last] for work in _stage_works(config, stages)]
     slowest_s = max(stage.total_s for stage in each)
-    pp, fill_s = _messages(config, sizes, machines, count=count, stage_s=slowest_s)
     return LayoutEstimate(
         config=config,
         machines=machines,
@@ -120,10 +121,9 @@ def estimate_layout(
         facts=pipeline_facts(parallel.schedule, parallel.pp_size, parallel.virtual_stages, count),
         num_micro_batches=count,
         update_s=max(stage.update_s for stage in each),
-        fill_s=fill_s,
         traffic={
             "tp": max((_tp_traffic(s.layer, s.num_layers * count) for s in each), key=lambda axis: axis.total_s),
-            "pp": pp,
+            "pp": _messages(config, sizes, machines, count=count, stage_s=slowest_s),
             "dp": max((stage.reduced for stage in each), key=lambda axis: (axis.exposed_s, axis.total_s)),
         },
     )
@@ -179,22 +179,38 @@ def _time_stage(config: Config, sizes: MicroBatchSizes, machines: Machines, work
 
 def _messages(
     config: Config, sizes: MicroBatchSizes, machines: Machines, *, count: int, stage_s: float
-) -> tuple[AxisTraffic, float]:
-    """The messages between stages, and the seconds for which the pipeline waits for them."""
+) -> AxisTraffic:
+    """The messages between stages: those of the rank that sends most, and those for which the step waits.
+
+    A rank sends while it computes: its own messages cost time only as far as they outlast its passes. The first
+    micro-batch's activations pass pp - 1 borders before the last stage computes, the last one's gradients as many
+    before the first stage ends: 2 (pp - 1) messages of different ranks, one after the other, on the critical path of
+    every schedule, however few micro-batches there are.
+    """
     parallel = config.parallel
     if parallel.pp_size == 1:
-        return NO_TRAFFIC, 0.0
+        return NO_TRAFFIC
     message_s, bandwidth = message_seconds(config, sizes, machines)
-    num_messages = 2 * count * parallel.virtual_stages
-    total_s = num_messages * message_s
-    exposed_s = 2 * (parallel.pp_size - 1) * message_s + max(0.0, total_s - count * stage_s)
-    traffic = AxisTraffic(
+    num_messages = count * _messages_of_busiest_rank(chunk_layout_of(config))
+    total_s, chain_length = num_messages * message_s, 2 * (parallel.pp_size - 1)
+    return AxisTraffic(
         num_bytes=num_messages * sizes.messages.activation_bytes,
         total_s=total_s,
-        exposed_s=exposed_s,
+        exposed_s=max(0.0, total_s - count * stage_s),
         bandwidth=bandwidth,
+        chain_s=chain_length * message_s,
+        chain_length=chain_length,
     )
-    return traffic, exposed_s
+
+
+def _messages_of_busiest_rank(layout: ChunkLayout) -> int:
+    """Activations and gradients that a rank sends for one micro-batch, at most: one each for every border between its
+    virtual stages and those of another rank."""
+    sent = Counter[int]()
+    for earlier, later in zip(layout.stages, layout.stages[1:]):
+        if earlier != later:
+            sent.update((earlier, later))  # an activation, a gradient
+    return max(sent.values())
 
 
 def _tp_traffic(layer: LayerTraffic, times: int) -> AxisTraffic:

@@ -101,6 +101,30 @@ def test_cores_that_exchange_do_not_compute():
         assert waited_for[axis].exposed_s == pytest.approx(waited_for[axis].total_s)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "pp", "messages"),
+    [("1f1b", 16, 2), ("1f1b", 2, 1), ("interleaved", 2, 3), ("interleaved", 4, 4), ("zb-v", 2, 2), ("zb-v", 4, 4)],
+)
+def test_what_a_rank_sends_and_what_fills_the_pipeline_are_two_things(schedule, pp, messages):
+    """Of 4 micro-batches a rank sends few messages, and the step waits for those of all stages in a row."""
+    config, parts = load("hlat_7b")
+    layout = replace(LayoutChoice.of(config), tp=1, pp=pp, dp=64 // pp, micro_batch=1, schedule=schedule)
+    config = with_layout(config, layout)
+    few = config.batch.model_copy(update={"num_micro_batches": 4 * 64 // pp})
+    devices = machines("8xH100:8")
+    estimate = estimate_layout(config.model_copy(update={"batch": few}), parts, devices)
+    sent = estimate.traffic["pp"]
+    message_s = sent.total_s / (4 * messages)
+    assert sent.chain_length == 2 * (pp - 1) and sent.chain_s == pytest.approx(2 * (pp - 1) * message_s)
+    assert message_s > sent.num_bytes / (4 * messages) / sent.bandwidth
+    mean_s = sum(estimate.stage_s) / len(estimate.stage_s)
+    assert estimate.idle_s == pytest.approx(estimate.facts.idle * mean_s + sent.chain_s + sent.exposed_s)
+    assert all(each.exposed_s <= each.total_s for each in estimate.traffic.values())
+    slow = replace(devices, device=replace(devices.device, network_bandwidth=1e7, link_bandwidth=1e7))
+    outlasted = estimate_layout(config.model_copy(update={"batch": few}), parts, slow).traffic["pp"]
+    assert 0 == sent.exposed_s < outlasted.exposed_s < outlasted.total_s
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
 def test_a_pipeline_idles_as_its_schedule_says(name):
     chunks = SCHEDULES[name].min_chunks
@@ -234,6 +258,14 @@ def test_the_command_prints_a_table_and_a_verdict(capsys, tmp_path):
     assert "no price of OURS is known" in out and "failures: " in out and "width: " in out
     code, out, _ = run_plan(capsys, "--devices", "8xH100:1", "--search", "--tokens", "1e9", "--price", "2")
     assert code == 0 and "why the best wins" in out and "$2.00 a device" in out
+
+
+def test_no_waiting_time_is_above_the_total_that_it_is_of(capsys):
+    grid = ["parallel.tp_size=1", "parallel.pp_size=16", "parallel.sequence_parallel=false", "parallel.dp_size=2"]
+    sizes = ["batch.global_batch_size=8", "batch.micro_batch_size=1", "batch.num_micro_batches=8"]
+    code, out, _ = run_plan(capsys, "--devices", "8xH100:4", *grid, *sizes)
+    assert code == 0 and "0.00732 s, of which 0 s outlast its passes" in out
+    assert "waits for 30 messages in a row, from stage to stage and back: 0.0274 s" in out
 
 
 @pytest.mark.parametrize(
