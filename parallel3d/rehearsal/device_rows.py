@@ -7,15 +7,22 @@ replace, by a file of rows (`--device-table`). A row there that has the name of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from parallel3d.errors import UserError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from parallel3d.errors import UserError, shorten
 from parallel3d.monitor.flops import TERA
 
 GIB = 2**30
+_RULES = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""Pydantic's, for rows of files."""
+
+Positive = Annotated[float, Field(gt=0, strict=True)]
+Seconds = Annotated[float, Field(ge=0, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,32 +30,34 @@ class ReachedRates:
     """What kernels reach of a device's peaks, and times that do not depend on sizes. The defaults are an H200's: its
     shares were measured with a sketch of this program; those of narrow products and of collectives are guesses."""
 
-    wide_product: float = 0.70
+    __pydantic_config__ = _RULES
+
+    wide_product: Positive = 0.70
     """Share of the peak that products reach whose smallest size is at least `wide_from`."""
-    narrow_product: float = 0.565
-    wide_from: int = 2048
-    misaligned_factor: float = 3.3
+    narrow_product: Positive = 0.565
+    wide_from: Annotated[int, Field(ge=1, strict=True)] = 2048
+    misaligned_factor: Positive = 3.3
     """How many times as long products take whose rows are misaligned."""
-    attention: float = 0.50
-    attention_backward: float = 0.43
-    elementwise: float = 0.79
+    attention: Positive = 0.50
+    attention_backward: Positive = 0.43
+    elementwise: Positive = 0.79
     """Share of the memory's bandwidth."""
-    update: float = 0.58
+    update: Positive = 0.58
     """The same for the update: random bits and roundings are some 120 instructions an element, 27 ms at 7B where the
     bytes take 24, and the two overlap in part."""
-    collective: float = 0.75
+    collective: Positive = 0.75
     """Share of the links' bandwidth."""
-    collective_start_s: float = 20e-6
+    collective_start_s: Seconds = 20e-6
     """Time of a collective without bytes, for each doubling of its ranks. A guess."""
-    kernel_s: float = 4e-6
+    kernel_s: Seconds = 4e-6
     """What a kernel takes at least."""
-    dispatch_s: float = 0.0
+    dispatch_s: Seconds = 0.0
     """What the start of a kernel adds to it where nothing hides it: a CPU starts and computes in turn."""
-    launch_s: float = 8e-6
+    launch_s: Seconds = 8e-6
     """Host time of a kernel's start, eager: a step that starts more than it can hide takes as long as its starts."""
-    wait_s: float = 50e-6
+    wait_s: Seconds = 50e-6
     """Idle time of the device after the host has waited for it."""
-    step_idle_s: float = 4e-3
+    step_idle_s: Seconds = 4e-3
     """Idle time of a step: its beginning and its end, with the host's part of the entry."""
 
 
@@ -56,29 +65,32 @@ class ReachedRates:
 class DeviceRow:
     """One device, by its data sheet."""
 
-    name: str
-    memory_gib: float
+    __pydantic_config__ = _RULES
+
+    name: Annotated[str, Field(min_length=1)]
+    memory_gib: Positive
     """Memory that torch can allocate from."""
-    bandwidth: float
+    bandwidth: Positive
     """Bytes/s of its memory."""
-    link_bandwidth: float
+    link_bandwidth: Positive
     """Bytes/s that it sends to the other devices of its host."""
-    bf16_tflops: float
+    bf16_tflops: Positive
     """TFLOP/s of dense bf16 products."""
-    fp32_tflops: float
-    network_bandwidth: float = 50e9
+    fp32_tflops: Positive
+    network_bandwidth: Positive = 50e9
     """Bytes/s that it sends to other hosts: its share of the host's network. 400 Gbit/s unless a row says otherwise."""
-    price_per_hour: float | None = None
+    price_per_hour: Positive | None = None
     """Dollars for an hour of one device; None: unknown."""
     price_source: str = ""
     """Where the price is from, and for which machine."""
     price_date: str = ""
     rates: ReachedRates = ReachedRates()
     """What kernels reach of the peaks above."""
-    is_cpu: bool = False
+    is_cpu: Annotated[bool, Field(strict=True)] = False
     """Whether it is a share of a host's cores: no context, no fragments, blocks of logits in CPU sizes."""
 
 
+_ROW = TypeAdapter(DeviceRow)
 _H100: dict[str, Any] = dict(bf16_tflops=989.4, fp32_tflops=66.9, link_bandwidth=450e9)
 _A100: dict[str, Any] = dict(bf16_tflops=312.0, fp32_tflops=19.5, link_bandwidth=300e9, network_bandwidth=25e9)
 _BLOG: dict[str, Any] = dict(
@@ -125,13 +137,20 @@ DEVICE_ROWS = (
 def find_rows(names: str, path: Path | None) -> list[DeviceRow]:
     """The rows named in a list like "H100,H200", among DEVICE_ROWS and those of a JSON file with a list of rows.
 
-    A name without its memory is enough where only one row begins with it. Raises UserError for an unknown name and a
-    file that can't be read.
+    A name without its memory is enough where only one row begins with it. Raises UserError for an unknown name, a file
+    that can't be read, and rows with mistakes: one line for each row, with all of its mistakes.
     """
     rows = {row.name: row for row in DEVICE_ROWS}
-    for raw in _read_rows(path) if path else ():
-        row = _merge(rows, raw, path)
-        rows[row.name] = row
+    mistakes: list[str] = []
+    for number, raw in enumerate(_read_rows(path) if path else (), start=1):
+        try:
+            row = _merge(rows, raw)
+        except ValidationError as error:
+            mistakes.append(f"{path}: row {number}{_name_of(raw)}: {'; '.join(_explain(error))}")
+        else:
+            rows[row.name] = row
+    if mistakes:
+        raise UserError("\n".join(mistakes))
     return [_find(name, rows) for name in names.split(",")]
 
 
@@ -154,19 +173,41 @@ def _find(name: str, rows: Mapping[str, DeviceRow]) -> DeviceRow:
 def _read_rows(path: Path) -> Sequence[Any]:
     try:
         raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: no list of devices: {error}") from error
     if not isinstance(raw, list):
         raise UserError(f"{path}: no list of devices: it holds a {type(raw).__name__}")
     return raw
 
 
-def _merge(rows: Mapping[str, DeviceRow], raw: Any, path: Path | None) -> DeviceRow:
-    """The row of a file, on top of the known one of this name."""
-    try:
-        known = asdict(rows[raw["name"]]) if raw["name"] in rows else {}
-        merged = {**known, **raw}
-        rates = ReachedRates(**{**known.get("rates", {}), **raw.get("rates", {})})
-        return DeviceRow(**{**merged, "rates": rates})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: no list of devices: {error}") from error
+def _merge(rows: Mapping[str, DeviceRow], raw: Any) -> DeviceRow:
+    """The row of a file, on top of the known one of this name. Raises ValidationError."""
+    if not isinstance(raw, dict):
+        return _ROW.validate_python(raw)
+    name, rates = raw.get("name"), raw.get("rates", {})
+    known = asdict(rows[name]) if isinstance(name, str) and name in rows else {}
+    if isinstance(rates, dict):
+        rates = {**known.get("rates", {}), **rates}
+    return _ROW.validate_python({**known, **raw, "rates": rates})
+
+
+def _name_of(raw: Any) -> str:
+    return f" ({shorten(str(raw['name']))})" if isinstance(raw, dict) and "name" in raw else ""
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """Yields, for each mistake, the field, its value and what is expected there; missing fields together."""
+    mistakes = error.errors()
+    if missing := [str(mistake["loc"][-1]) for mistake in mistakes if mistake["type"] == "missing"]:
+        yield f"lacks {', '.join(missing)}, which every name needs that is not in the table"
+    for mistake in mistakes:
+        field, value, kind = ".".join(map(str, mistake["loc"])), shorten(repr(mistake["input"])), mistake["type"]
+        if kind == "unexpected_keyword_argument":
+            group = ReachedRates if field.startswith("rates.") else DeviceRow
+            yield f"{field} = {value}: no such field; there are {', '.join(each.name for each in fields(group))}"
+        elif kind.startswith("dataclass"):
+            yield f"{field or 'the row'} = {value}: must be an object in {{}}"
+        elif kind in ("float_type", "int_type") and isinstance(mistake["input"], str):
+            yield f"{field} = {value}: must be a number, without quotes"
+        elif kind != "missing":
+            yield f"{field} = {value}: {mistake['msg'].removeprefix('Input ')}"

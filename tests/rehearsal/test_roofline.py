@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -66,8 +66,44 @@ def test_own_rows(tmp_path):
     with pytest.raises(UserError, match="unknown device OTHER: there are H100-80GB, H200-141GB"):
         find_rows("OTHER", None)
     path.write_text(json.dumps([row]))
-    with pytest.raises(UserError, match="no list of devices"):
+    with pytest.raises(UserError, match="row 1 .MINE.: lacks bf16_tflops, fp32_tflops"):
         find_rows("MINE", path)
+
+
+OWN = {"name": "A", "memory_gib": 8, "bandwidth": 1e12, "link_bandwidth": 1e9, "bf16_tflops": 100, "fp32_tflops": 10}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"name": "H100-80GB", "price_per_hour": "2.2"}, "(H100-80GB): price_per_hour = '2.2': must be a number"),
+        ({**OWN, "bf16_tflops": 0}, "(A): bf16_tflops = 0: should be greater than 0"),
+        ({**OWN, "memory_gib": -5}, "(A): memory_gib = -5: should be greater than 0"),
+        ({**OWN, "memory_gib": 10**400}, "(A): memory_gib = 1000"),
+        ({**OWN, "bandwidth": float("nan")}, "(A): bandwidth = nan: should be a finite number"),
+        ({**OWN, "price_per_hour": float("inf")}, "(A): price_per_hour = inf: should be a finite number"),
+        ({**OWN, "is_cpu": 1}, "(A): is_cpu = 1: should be a valid boolean"),
+        ({**OWN, "rates": None}, "(A): rates = None: must be an object"),
+        ({**OWN, "rates": {"kernel_s": -1, "wide_from": 2.5}}, "2.5: should be a valid integer; rates.kernel_s = -1: "),
+        ({**OWN, "price": 2.2}, "(A): price = 2.2: no such field; there are name, memory_gib"),
+        ({**OWN, "name": ["A"]}, "name = ['A']: should be a valid string"),
+        ({"nam": "A"}, "row 2: lacks name, memory_gib"),
+        (3, "row 2: the row = 3: must be an object"),
+    ],
+)
+def test_a_mistake_in_a_row_is_one_message_with_file_row_field_and_value(tmp_path, row, said):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([OWN, row]))
+    with pytest.raises(UserError) as caught:
+        find_rows("H100", path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: row 2") and said in message and "\n" not in message
+
+
+def test_rows_that_were_written_are_read(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([asdict(row) for row in DEVICE_ROWS]))
+    assert find_rows("H100,B200", path) == find_rows("H100,B200", None)
 
 
 def test_a_row_may_change_single_rates(tmp_path):
