@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from math import inf, nan
 from pathlib import Path
 
 from parallel3d.config.json_file import is_hugging_face
@@ -41,8 +42,30 @@ def file_of(config: str, overrides: Sequence[str]) -> str:
         sys.exit(error.exit_code)
 
 
+def positive(text: str) -> float:
+    """A number above 0: neither nan nor infinite."""
+    if not 0 < (value := _number(text)) < inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A number, 0 or above: neither nan nor infinite."""
+    if not 0 <= (value := _number(text)) < inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a number, 0 or above")
+    return value
+
+
+def _number(text: str) -> float:
+    """nan where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan
+
+
 def seconds(text: str) -> float:
     """A positive number of seconds."""
-    if not 0 < (value := float(text)) < float("inf"):
+    if not 0 < (value := float(text)) < inf:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parallel3d.commands.model_parsers import add_evaluate, add_generate
-from parallel3d.commands.option_types import add_json, count, file_of, seconds, source
+from parallel3d.commands.option_types import add_json, count, file_of, positive, seconds, source
 from parallel3d.commands.study_parsers import add_study as add_kinds_of_studies
 from parallel3d.config.layout_parts import LAYOUT_PARTS
 from parallel3d.config.shipped import find_config
@@ -108,8 +108,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="LIST", help="estimate memory, time and money on hosts of devices: 8xH100-80GB:16"
     )
-    parser.add_argument("--tokens", type=float, metavar="N", help="tokens to train on (default: the configuration's)")
-    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of one device for an hour")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="tokens to train on (the configuration's)")
+    parser.add_argument("--price", type=positive, metavar="DOLLARS", help="of one device for an hour")
     parser.add_argument("--search", action="store_true", help="rank all layouts on --devices")
     parser.add_argument("--policies", metavar="LIST", help="precision policies to search: bf16,bf16_sr")
 
@@ -179,7 +179,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     config.add_argument("source", type=source, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
     config.add_argument("texts", nargs="*", metavar="TEXT", help="what it trains on: files, folders, globs")
     config.add_argument(
-        "--tokens", type=float, metavar="N", help="to train on (default: those of the texts, or 20 a parameter)"
+        "--tokens", type=positive, metavar="N", help="to train on (default: those of the texts, or 20 a parameter)"
     )
 
 
@@ -199,7 +199,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("others", nargs="*", type=Path, metavar="OTHER", help="with --html: further runs, to compare")
     parser.add_argument("--html", action="store_true", help="write one page that needs no network: report.html there")
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --html: where to write it")
-    parser.add_argument("--dollars-per-hour", type=float, metavar="X", help="with --html: the price of all devices")
+    parser.add_argument("--dollars-per-hour", type=positive, metavar="X", help="with --html: the price of all devices")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
     add_json(parser, "text")
     parser.add_argument("--every", type=float, metavar="S", help="again every S seconds until the run ends")
@@ -272,7 +272,7 @@ def add_tune_warmup(parser: argparse.ArgumentParser) -> None:
         return sorted(map(count, text.split(",")))
 
     def tolerance(text: str) -> float:
-        if (value := float(text)) <= 1.0:
+        if not (value := positive(text)) > 1.0:
             raise argparse.ArgumentTypeError(f"{text} is not above 1")
         return value
 
@@ -323,9 +323,7 @@ def add_find_batch(parser: argparse.ArgumentParser) -> None:
 
 def gibibytes(text: str) -> int:
     """A positive number of GiB, in bytes."""
-    if (value := float(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(value * 2**30)
+    return int(positive(text) * 2**30)
 
 
 def add_compare_dumps(parser: argparse.ArgumentParser) -> None:

@@ -108,8 +108,6 @@ def describe_devices(config: Config, options: argparse.Namespace) -> Iterator[st
     """Yields what training costs on the devices that are named, or the ranking of all layouts there."""
     machines = parse_machines(options.devices, options.rows, options.price)
     num_tokens = tokens_of_run(config) if options.tokens is None else options.tokens
-    if num_tokens <= 0:
-        raise UserError(f"--tokens {options.tokens:g}: must be above 0")
     if config.parallel.stage_replicas is not None and not options.search:
         raise UserError("parallel.stage_replicas: the estimate needs equally many replicas of each stage: use dp_size")
     policies = options.policies.split(",") if options.policies else ()

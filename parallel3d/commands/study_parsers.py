@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel3d.commands.option_types import add_json, count
+from parallel3d.commands.option_types import add_json, count, not_negative, positive
 from parallel3d.config.shipped import find_config
 
 AddConfig = Callable[..., None]
@@ -82,7 +82,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="POLICY", help="the others are compared with it (the first)")
     parser.add_argument("--seeds", type=seeds, default=[-3], metavar="N", help="this many, or a list such as 1,2,3 (3)")
     parser.add_argument(
-        "--margin", type=float, metavar="NATS", help="a difference that does not matter (a quarter of sd)"
+        "--margin", type=not_negative, metavar="NATS", help="a difference that does not matter (a quarter of sd)"
     )
     parser.add_argument("--by", choices=("time", "memory"), default="time", help="what is cheap (time)")
     _add_steps_and_out(parser)
@@ -90,7 +90,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=counts, required=True, metavar="LIST", help="global batches: 8,16,32,64")
-    parser.add_argument("--tokens", type=float, metavar="N", help="that each run trains on (the configuration's)")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="that each run trains on (the configuration's)")
     parser.add_argument("--seeds", type=seeds, default=[-1], metavar="N", help="this many, or a list such as 1,2,3 (1)")
     parser.add_argument(
         "--scale-lr", choices=("none", "sqrt", "linear"), default="none", help="the learning rate with the batch (none)"
@@ -102,14 +102,14 @@ def _add_golden(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="the run to compare, or to record")
     parser.add_argument("--against", type=Path, metavar="FILE", help="the golden losses (RUN_FOLDER/golden.json)")
     parser.add_argument("--record", action="store_true", help="write them instead")
-    parser.add_argument("--rtol", type=float, metavar="X", help="largest relative difference (1e-3 in fp32)")
+    parser.add_argument("--rtol", type=not_negative, metavar="X", help="largest relative difference (1e-3 in fp32)")
     add_json(parser, "text")
 
 
 def _add_scaling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_FOLDER", help="measured runs, of different widths")
     parser.add_argument("--ranks-per-host", type=count, metavar="N", help="of the runs (default: all of a run on one)")
-    parser.add_argument("--dollars-per-hour", type=float, metavar="X", help="of one host")
+    parser.add_argument("--dollars-per-hour", type=positive, metavar="X", help="of one host")
     config = parser.add_argument(
         "--config", type=lambda name: str(find_config(name)), metavar="FILE", help="estimate this one on --devices, too"
     )

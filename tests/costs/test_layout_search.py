@@ -298,12 +298,19 @@ def test_times_and_amounts_have_a_fitting_unit():
         (("--devices", "8xH100:4096"), "replicas need as many micro-batches"),
         (("--devices", "8xH100", "--policies", "bf8", "--search"), "--policies bf8: there are fp32"),
         (("--search",), "need --devices"),
-        (("--devices", "8xH100", "--tokens", "-1"), "must be above 0"),
     ],
 )
 def test_a_mistake_is_one_message(capsys, arguments, wrong):
     code, out, err = run_plan(capsys, *arguments)
     assert code == 2 and wrong in err and len(err.strip().splitlines()) == 1 and not out
+
+
+@pytest.mark.parametrize("value", ["-3", "0", "nan", "inf", "-inf", "1e999", "x"])
+@pytest.mark.parametrize("option", ["--price", "--tokens"])
+def test_prices_and_tokens_are_above_0(capsys, option, value):
+    with pytest.raises(SystemExit):
+        run_plan(capsys, "--devices", "8xH100", f"{option}={value}")
+    assert f"argument {option}: {value}: give a number above 0" in capsys.readouterr().err
 
 
 def test_own_devices_and_prices(tmp_path):

@@ -81,6 +81,26 @@ def test_mistakes_get_one_message(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "1e999", "x"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["precision", "--config", "tiny.json", "--margin"],
+        ["batch", "--config", "tiny.json", "--batches", "1,2,4", "--tokens"],
+        ["golden", "nowhere", "--rtol"],
+        ["scaling", "--dollars-per-hour"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_numbers_that_are_none(
+    arguments: list[str], value: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *others, option = arguments
+    with pytest.raises(SystemExit):
+        run("study", [*others, f"{option}={value}"])
+    assert f"argument {option}: {value}: give a number" in capsys.readouterr().err
+
+
 def test_a_run_of_a_batch_study_has_the_tokens_and_the_rates_of_the_others(tiny: Path, tmp_path: Path) -> None:
     config = resolve(load_config(tiny), config_path=tiny)
     found = {
