@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import ceil
 
 from parallel3d.commands.study_runs import StudyRunner, print_line, read_run_folder
@@ -14,14 +14,16 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
-from parallel3d.costs.layout_search import on_machines, rank_layouts
+from parallel3d.costs.layout_search import find_obstacle, on_machines, rank_layouts
 from parallel3d.costs.machines import Machines, parse_machines
 from parallel3d.costs.rental import FLAT, ScalingRow, scaling_report
 from parallel3d.errors import UserError
 from parallel3d.models.make import shardings_of
+from parallel3d.rehearsal.device_rows import GIB
 from parallel3d.studies.text_table import draw_columns, number
 
 NO_MEMORY = "no memory"
+NO_ROOM = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,9 @@ class ScalingSeries:
     price_of_host: float | None
     """Dollars an hour; None: unknown, and costs are in hours of a host."""
     speeds: Mapping[int, float | None]
-    """Tokens/s by number of hosts; None: it does not fit."""
+    """Tokens/s by number of hosts; None: it can't run on them."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Why not, by number of hosts; it does not fit into memory where none is given."""
 
     @property
     def rows(self) -> list[ScalingRow]:
@@ -84,25 +88,34 @@ def _estimated(options: argparse.Namespace) -> Iterator[ScalingSeries]:
     for machines in parse_machines(options.devices, options.device_table):
         kinds.setdefault(f"{machines.devices_per_host}x{machines.device.name}", []).append(machines)
     for name, sizes in kinds.items():
-        speeds = {each.num_hosts: predict_speed(config, parts, each, is_searched=options.search) for each in sizes}
+        found = {each.num_hosts: predict_speed(config, parts, each, is_searched=options.search) for each in sizes}
         price = sizes[0].device.price_per_hour
         yield ScalingSeries(
             title=f"{name} (predicted)",
             price_of_host=options.dollars_per_hour or (None if price is None else price * sizes[0].devices_per_host),
-            speeds=speeds,
+            speeds={hosts: speed for hosts, (speed, _) in found.items()},
+            reasons={hosts: reason for hosts, (_, reason) in found.items() if reason},
         )
 
 
-def predict_speed(config: Config, parts: LayeredParameters, machines: Machines, *, is_searched: bool) -> float | None:
-    """Tokens/s of the configuration's layout, or of the best one; None where it does not fit into memory.
-
-    Raises UserError where the layout does not divide the devices.
-    """
+def predict_speed(
+    config: Config, parts: LayeredParameters, machines: Machines, *, is_searched: bool
+) -> tuple[float | None, str]:
+    """Tokens/s of the configuration's layout, or of the best one; or None and why it can't run."""
+    limit = f"of {machines.device.memory_gib:g} GiB"
     if is_searched:
         ranked = rank_layouts(config, parts, machines)
-        return ranked.estimates[0].tokens_per_s if ranked.estimates else None
+        if ranked.estimates:
+            return ranked.estimates[0].tokens_per_s, ""
+        if ranked.too_large:
+            return None, f"{NO_ROOM}: a rank needs {min(ranked.too_large.values()):.1f} {limit}"
+        return None, "no layout uses all devices"
+    if obstacle := find_obstacle(config, machines.num_devices):
+        return None, obstacle.why
     estimate = estimate_layout(on_machines(config, machines), parts, machines)
-    return estimate.tokens_per_s if estimate.fits else None
+    if not estimate.fits:
+        return None, f"{NO_ROOM}: a rank needs {estimate.worst.total / GIB:.1f} {limit}"
+    return estimate.tokens_per_s, ""
 
 
 def _describe(series: Sequence[ScalingSeries]) -> Iterator[str]:
@@ -111,11 +124,12 @@ def _describe(series: Sequence[ScalingSeries]) -> Iterator[str]:
         rows = [["hosts", "tokens/s", f"{unit} for 4M tokens", f"{unit} for 1T tokens", "of the least"]]
         for row in each.rows:
             cost = None if row.cost is None else row.cost / 4e6 * 1e12
-            relative = "out of memory" if row.relative is None else f"{row.relative:.2f}"
+            reason = each.reasons.get(row.num_hosts, NO_ROOM)
+            relative = reason if row.relative is None else f"{row.relative:.2f}"
             speed = number(each.speeds[row.num_hosts], ",.0f")
             rows.append([str(row.num_hosts), speed, number(row.cost, ".4g"), number(cost, ",.0f"), relative])
         yield f"{each.title}:"
-        yield from draw_columns(rows)
+        yield from draw_columns(rows, left=(0, len(rows[0]) - 1))
         yield _verdict(each.rows)
         yield ""
 
@@ -123,6 +137,8 @@ def _describe(series: Sequence[ScalingSeries]) -> Iterator[str]:
 def _verdict(rows: Sequence[ScalingRow]) -> str:
     """Whether the cost of a token is flat."""
     known = [row for row in rows if row.relative is not None]
+    if not known:
+        return "it runs on none of these numbers of hosts"
     if len(known) < 2:
         return "one number of hosts that fits shows no scaling"
     if all(row.is_flat for row in known):

@@ -189,20 +189,34 @@ def on_machines(config: Config, machines: Machines) -> Config:
 
     Raises UserError if its tensor- and pipeline-parallel sizes do not divide them, or the batch is too small.
     """
-    parallel, batch = config.parallel, config.batch
-    unit = parallel.tp_size * parallel.pp_size
-    assert batch.num_micro_batches is not None
-    if machines.num_devices % unit:
-        raise UserError(
-            f"--devices {machines}: {machines.num_devices} devices do not divide into replicas of tp_size * pp_size = "
-            f"{unit}. Use a multiple of {unit}, change the sizes, or let --search choose them"
-        )
-    replicas = machines.num_devices // unit
-    if replicas > batch.num_micro_batches:
-        raise UserError(
-            f"--devices {machines}: {replicas} replicas need as many micro-batches, and a step has "
-            f"{batch.num_micro_batches}. Raise batch.global_batch_size, use fewer devices, or let --search choose"
-        )
+    if obstacle := find_obstacle(config, machines.num_devices):
+        raise UserError(f"--devices {machines}: {obstacle.why}. {obstacle.fix}")
+    replicas = machines.num_devices // (config.parallel.tp_size * config.parallel.pp_size)
     return config.model_copy(
-        update={"parallel": parallel.model_copy(update={"dp_size": replicas, "stage_replicas": None})}
+        update={"parallel": config.parallel.model_copy(update={"dp_size": replicas, "stage_replicas": None})}
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """Why a configuration's layout can't use a number of devices, and what would help."""
+
+    why: str
+    fix: str
+
+
+def find_obstacle(config: Config, num_devices: int) -> Obstacle | None:
+    """None if the layout can use all of these devices."""
+    unit, count = config.parallel.tp_size * config.parallel.pp_size, config.batch.num_micro_batches
+    assert count is not None
+    if num_devices % unit:
+        return Obstacle(
+            why=f"{num_devices} devices do not divide into replicas of tp_size * pp_size = {unit}",
+            fix=f"Use a multiple of {unit}, change the sizes, or let --search choose them",
+        )
+    if (replicas := num_devices // unit) > count:
+        return Obstacle(
+            why=f"{replicas} replicas need as many micro-batches, and a step has {count}",
+            fix="Raise batch.global_batch_size, use fewer devices, or let --search choose",
+        )
+    return None

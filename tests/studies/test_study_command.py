@@ -157,6 +157,20 @@ def test_a_scaling_report_of_run_folders(tiny: Path, tmp_path: Path, capsys: pyt
     assert "a second run on 1 host" in capsys.readouterr().err
 
 
+def test_sizes_that_cannot_run_are_rows_of_a_scaling_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """D52: 70B in replicas of 256 devices; 128 do not divide, 8,448 x 256 need more micro-batches than there are."""
+    devices = ["--devices", "8xH100:16,8xH100:32,8xH100:64,8xH100:33792"]
+    assert run("study", ["scaling", "--config", "hlat_70b", *devices]) == 0
+    _, _, *rows, verdict = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows][0] == ["16", "-"] and float(rows[1].split()[1].replace(",", "")) > 0
+    assert rows[0].endswith("128 devices do not divide into replicas of tp_size * pp_size = 256")
+    assert rows[3].endswith("1056 replicas need as many micro-batches, and a step has 1024")
+    assert verdict.startswith("flat")
+    assert run("study", ["scaling", "--config", "hlat_70b", *devices[:1], "1xA100-40GB,8xH100:32", "--search"]) == 0
+    text = capsys.readouterr().out
+    assert "out of memory: a rank needs " in text and "runs on none" in text and "no scaling" in text
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_real_study_its_repetition_and_an_early_stop(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
