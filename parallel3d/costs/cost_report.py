@@ -11,7 +11,14 @@ from parallel3d.costs.communication import AxisTraffic
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import LayoutEstimate, estimate_layout
-from parallel3d.costs.layout_search import LayoutChoice, RankedLayouts, on_machines, rank_layouts
+from parallel3d.costs.layout_search import (
+    LayoutChoice,
+    RankedLayouts,
+    find_obstacle,
+    on_machines,
+    rank_layouts,
+    why_not_tried,
+)
 from parallel3d.costs.machines import Machines
 from parallel3d.costs.rank_memory import StageMemory
 from parallel3d.rehearsal.device_rows import GIB
@@ -159,7 +166,7 @@ def describe_search(
             yield from describe_nothing(ranked, config)
             continue
         yield from describe_ranking(ranked, num_tokens)
-        yield from describe_place(ranked, config)
+        yield from describe_place(ranked, config, each)
         yield "why the best wins:"
         yield from (f"  {line}" for line in explain_best(ranked))
         yield ""
@@ -179,11 +186,20 @@ def describe_ranking(ranked: RankedLayouts, num_tokens: float) -> Iterator[str]:
         )
 
 
-def describe_place(ranked: RankedLayouts, config: Config) -> Iterator[str]:
-    """The place of the configuration's own layout."""
-    if (place := ranked.place_of(LayoutChoice.of(config))) is not None:
+def describe_place(ranked: RankedLayouts, config: Config, machines: Machines) -> Iterator[str]:
+    """The place of the configuration's own layout with as many replicas as the machines hold, or why it has none."""
+    own = "the configuration's own layout"
+    if obstacle := find_obstacle(config, machines.num_devices):
+        yield f"{own} has no place: {obstacle.why}"
+        return
+    layout = LayoutChoice.of(on_machines(config, machines))
+    if (place := ranked.place_of(layout)) is not None:
         slower = ranked.estimates[place - 1].step_s / ranked.estimates[0].step_s
-        yield f"the configuration's own layout has place {place:,} ({slower:.2f} times the best step)"
+        yield f"{own} has place {place:,} ({slower:.2f} times the best step): {layout}"
+    elif layout in ranked.too_large:
+        yield f"{own} does not fit, a rank needs {ranked.too_large[layout]:.1f} GiB: {layout}"
+    else:
+        yield f"{own} has no place, as the search did not try {why_not_tried(layout)}: {layout}"
 
 
 def describe_nothing(ranked: RankedLayouts, config: Config) -> Iterator[str]:

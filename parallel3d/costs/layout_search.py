@@ -127,6 +127,17 @@ def candidate_layouts(config: Config, num_devices: int, policies: Sequence[str])
                             )
 
 
+def why_not_tried(layout: LayoutChoice) -> str:
+    """What of a layout that can use the devices is not among the candidates."""
+    if layout.tp > MOST_TP or layout.pp > MOST_PP:
+        return f"more than tp{MOST_TP} and pp{MOST_PP}"
+    if layout.micro_batch > MOST_MICRO_BATCH or layout.micro_batch & (layout.micro_batch - 1):
+        return f"micro-batches other than powers of two up to {MOST_MICRO_BATCH}"
+    if layout.schedule not in SCHEDULE_CHUNKS:
+        return f"schedules other than {', '.join(SCHEDULE_CHUNKS)}"
+    return "its schedule with these sizes, or its number format"
+
+
 def _micro_batches(global_batch: int, dp: int) -> Iterator[int]:
     """Sizes that divide the batch, with a micro-batch for every replica; some may have one more than others."""
     size = 1

@@ -1,6 +1,7 @@
 """Estimates of layouts on devices, their ranking, and what the command prints."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from benchmarks.device_plan import settings_of
 from parallel3d.commands import plan
 from parallel3d.config.load import check_config, load_config, resolve
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
-from parallel3d.costs.cost_report import amount, duration
+from parallel3d.costs.cost_report import amount, describe_place, duration
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
@@ -220,6 +221,25 @@ def test_policies_are_searched_when_asked():
     config, parts = load("hlat_7b")
     found = rank_layouts(config, parts, machines("8xH100"), ["bf16", "bf16_sr"])
     assert {layout.policy for layout in found.layouts} == {"bf16", "bf16_sr"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "said"),
+    [
+        ("8xH100:8", [], r"has place [\d,]+ \([\d.]+ times the best step\): tp8 pp1 dp8,"),
+        ("1xH100:12", [], "has no place: 12 devices do not divide into replicas of tp_size \\* pp_size = 8"),
+        ("8xA100-40GB:1", ["batch.micro_batch_size=64"], r"does not fit, a rank needs [\d.]+ GiB: tp8 pp1 dp1"),
+        ("8xH100:1", ["batch.micro_batch_size=3", "batch.global_batch_size=96"], "did not try micro-batches other"),
+        ("8xH100:1", ["parallel.pp_size=8", "parallel.tp_size=1", "parallel.schedule=gpipe"], "try schedules other"),
+    ],
+)
+def test_the_search_says_where_the_configurations_own_layout_is(devices, changes, said):
+    """With as many replicas as the devices hold, whatever its dp_size."""
+    always = ["parallel.tp_size=8", "parallel.pp_size=1", "parallel.dp_size=16", "batch.num_micro_batches=null"]
+    config = resolve(load_config(CONFIGS / "hlat_7b.json", [*always, *changes]), config_path="x.json")
+    found = rank_layouts(config, load("hlat_7b")[1], machines(devices))
+    [line] = describe_place(found, config, machines(devices))
+    assert re.search(said, line), line
 
 
 # --- failures and width -----------------------------------------------------------------------------------------------
