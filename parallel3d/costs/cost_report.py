@@ -8,7 +8,7 @@ from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import Config
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
 from parallel3d.costs.communication import AxisTraffic
-from parallel3d.costs.failure_costs import failure_costs, width_estimates
+from parallel3d.costs.failure_costs import WIDTHS, failure_costs, find_width_obstacle, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import LayoutEstimate, estimate_layout
 from parallel3d.costs.layout_search import (
@@ -131,17 +131,18 @@ def describe_failures(estimate: LayoutEstimate, num_tokens: float) -> Iterator[s
 
 
 def describe_width(estimate: LayoutEstimate, parts: LayeredParameters, num_tokens: float) -> Iterator[str]:
-    found = width_estimates(estimate, parts)
-    if len(found) < 2:
-        return
+    """What half and twice the width cost, or why there is no such width."""
     cells = []
-    for each in found:
+    for each in width_estimates(estimate, parts):
         rental = each.rental(num_tokens)
         money = "" if rental.dollars is None else f", {amount(rental.dollars)}"
         room = "" if each.fits else ", does not fit"
         cells.append(
             f"{each.machines.num_hosts} hosts (dp{each.config.parallel.dp_size}) {duration(rental.days)}{money}{room}"
         )
+    for name, factor in WIDTHS.items():
+        if obstacle := find_width_obstacle(estimate, factor):
+            cells.append(f"not {name}: {obstacle}")
     yield f"width: {'; '.join(cells)}"
 
 

@@ -66,17 +66,31 @@ def failure_costs(estimate: LayoutEstimate, scenario: Scenario | None = None) ->
     )
 
 
+WIDTHS = {"half": 0.5, "twice": 2.0}
+
+
 def width_estimates(estimate: LayoutEstimate, parts: LayeredParameters) -> list[LayoutEstimate]:
-    """The same layout with half and with twice as many replicas, where the batch and the hosts allow it; its own
-    between them."""
-    replicas, found = estimate.config.parallel.dp_size or 1, [estimate]
-    assert estimate.config.batch.num_micro_batches is not None
-    for factor in (0.5, 2.0):
-        width, hosts = int(replicas * factor), int(estimate.machines.num_hosts * factor)
-        is_whole = width == replicas * factor and hosts == estimate.machines.num_hosts * factor
-        if not is_whole or not 1 <= width <= estimate.config.batch.num_micro_batches:
+    """The same layout with half and with twice as many replicas, where nothing prevents it; its own between them."""
+    found = [estimate]
+    for factor in WIDTHS.values():
+        if find_width_obstacle(estimate, factor):
             continue
+        width = int((estimate.config.parallel.dp_size or 1) * factor)
         parallel = estimate.config.parallel.model_copy(update={"dp_size": width})
         config = estimate.config.model_copy(update={"parallel": parallel})
+        hosts = int(estimate.machines.num_hosts * factor)
         found.append(estimate_layout(config, parts, replace(estimate.machines, num_hosts=hosts)))
     return sorted(found, key=lambda each: each.machines.num_hosts)
+
+
+def find_width_obstacle(estimate: LayoutEstimate, factor: float) -> str:
+    """Why there is no layout with this multiple of the replicas and hosts; empty if there is one."""
+    replicas, hosts = estimate.config.parallel.dp_size or 1, estimate.machines.num_hosts
+    count = estimate.config.batch.num_micro_batches
+    assert count is not None
+    for number, name in ((replicas, "replica"), (hosts, "host")):
+        if not (number * factor).is_integer():
+            return f"{number:,} {name}{'s' if number > 1 else ''} can't be halved"
+    if (width := int(replicas * factor)) > count:
+        return f"{width:,} replicas need as many micro-batches, and a step has {count:,}"
+    return ""

@@ -13,7 +13,7 @@ from benchmarks.device_plan import settings_of
 from parallel3d.commands import plan
 from parallel3d.config.load import check_config, load_config, resolve
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
-from parallel3d.costs.cost_report import amount, describe_place, duration
+from parallel3d.costs.cost_report import amount, describe_place, describe_width, duration
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
@@ -256,6 +256,24 @@ def test_failures_cost_less_when_others_take_over():
     half, own, double = width_estimates(estimate, parts)
     assert half.machines.num_hosts == 128 and double.config.parallel.dp_size == 64
     assert half.tokens_per_s < own.tokens_per_s < double.tokens_per_s < 2 * own.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("devices", "dp", "num_micro_batches", "said"),
+    [
+        ("8xH100:12", 12, 96, ("6 hosts (dp6)", "24 hosts (dp24)")),
+        ("8xH100:13", 13, 20, ("not half: 13 replicas can't be halved", "not twice: 26 replicas need as many")),
+        ("16xH100:5", 10, 96, ("not half: 5 hosts can't be halved", "10 hosts (dp20)")),
+        ("8xH100:1", 1, 1, ("not half: 1 replica can't be halved", "not twice: 2 replicas need as many")),
+    ],
+)
+def test_a_width_that_cannot_be_says_why(devices, dp, num_micro_batches, said):
+    config, parts = load("hlat_7b")
+    config = with_layout(config, replace(LayoutChoice.of(config), dp=dp))
+    sizes = config.batch.model_copy(update={"num_micro_batches": num_micro_batches})
+    estimate = estimate_layout(config.model_copy(update={"batch": sizes}), parts, machines(devices))
+    [line] = describe_width(estimate, parts, 1e12)
+    assert all(each in line for each in said) and f"(dp{dp})" in line, line
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
