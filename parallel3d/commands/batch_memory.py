@@ -10,6 +10,8 @@ from parallel3d.rehearsal.device_rows import GIB
 
 LEAST_SIZES = 2
 """A line goes through two."""
+LEAST_GIB = 1e-4
+"""A sequence: the last digit that is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,9 @@ def describe_stages(
         line = MemoryLine.fit([(run.micro_batch_size, run.stage_peaks[stage] / GIB) for run in fitting])
         name = f"stage {stage}" if num_stages > 1 else "the fullest rank"
         plan = MemoryLine.fit([(run.micro_batch_size, _planned(planned, run, stage, num_stages)) for run in fitting])
-        yield f"peak of {name}: {_formula(line)} (R^2 {line.r_squared:.4f}); planned {_formula(plan)}"
-        if limit and line.per_item > 0:
+        peaks = [run.stage_peaks[stage] for run in fitting]
+        yield f"peak of {name}: {_measured(peaks, line)}; planned {_formula(plan)}"
+        if limit and line.rises(LEAST_GIB):
             bounds.append((line.largest(limit / GIB), name))
     if not on_device:
         yield "plans leave out what Python and its libraries take"
@@ -71,6 +74,13 @@ def describe_refusal(run: TriedBatch, stage: int | None, limit: int | None, log:
 def _planned(planned: Mapping[int, Sequence[int]], run: TriedBatch, stage: int, num_stages: int) -> float:
     of_stages = planned[run.micro_batch_size]
     return (of_stages[stage] if num_stages > 1 else max(of_stages)) / GIB
+
+
+def _measured(peaks: Sequence[int], line: MemoryLine) -> str:
+    """The fitted line; or the largest peak, where a sequence adds no more than the peaks scatter."""
+    if line.rises(LEAST_GIB):
+        return f"{_formula(line)} (R^2 {line.r_squared:.4f})"
+    return f"{max(peaks) / GIB:.2f} GiB, and a sequence adds too little to be measured beside their scatter"
 
 
 def _formula(line: MemoryLine) -> str:

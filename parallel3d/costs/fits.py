@@ -7,12 +7,14 @@ their size, so that its optimum is an illustration.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, floor, log
+from dataclasses import dataclass, replace
+from math import exp, floor, log, sqrt
 
 import numpy as np
 
 Points = Sequence[tuple[float, float]]
+NOISE_ERRORS = 2
+"""Standard errors up to which a slope is noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +24,23 @@ class MemoryLine:
     overhead: float
     per_item: float
     r_squared: float
+    error: float
+    """Standard error of `per_item`; 0 of two points, which do not scatter."""
 
     @staticmethod
     def fit(points: Points) -> MemoryLine:
         """Fits (micro-batch, memory) by least squares."""
         (per_item, overhead), r_squared = _fit(points, 1)
-        return MemoryLine(overhead=overhead, per_item=per_item, r_squared=r_squared)
+        line = MemoryLine(overhead=overhead, per_item=per_item, r_squared=r_squared, error=0.0)
+        if len(points) < 3:
+            return line
+        mean = sum(size for size, _ in points) / len(points)
+        rest = sum((memory - line.at(size)) ** 2 for size, memory in points) / (len(points) - 2)
+        return replace(line, error=sqrt(rest / sum((size - mean) ** 2 for size, _ in points)))
+
+    def rises(self, least: float) -> bool:
+        """Whether an item takes at least this much, and more than the noise of the points (two standard errors)."""
+        return self.per_item >= max(least, NOISE_ERRORS * self.error)
 
     def at(self, micro_batch: float) -> float:
         return self.overhead + self.per_item * micro_batch
@@ -66,8 +79,8 @@ class BatchCurve:
 
 
 def _fit(points: Points, degree: int) -> tuple[tuple[float, ...], float]:
-    """Coefficients, of the highest power first, and the share of the variance that they explain."""
+    """Coefficients, of the highest power first, and the share of the variance that they explain; 0 if there is none."""
     x, y = (np.array(each) for each in zip(*points))
     coefficients = np.polyfit(x, y, degree)
-    rest = y - np.polyval(coefficients, x)
-    return tuple(map(float, coefficients)), float(1 - (rest @ rest) / ((y - y.mean()) @ (y - y.mean())))
+    rest, spread = y - np.polyval(coefficients, x), (y - y.mean()) @ (y - y.mean())
+    return tuple(map(float, coefficients)), float(1 - (rest @ rest) / spread) if spread else 0.0

@@ -22,6 +22,15 @@ def test_memory_is_linear_in_the_micro_batch():
     assert line.largest(12) == 0  # "too small even for one"
     assert line.largest(139) == 54  # an H200
     assert line.at(64) == pytest.approx(161.6, abs=0.1)
+    assert line.error == pytest.approx(0.0939, rel=1e-2) and line.rises(2) and not line.rises(3)
+
+
+def test_a_line_through_noise_does_not_rise():
+    assert not MemoryLine.fit([(1, 5.0), (2, 5.2), (4, 5.0), (8, 5.1)]).rises(1e-4)
+    assert not MemoryLine.fit([(1, 5.0), (2, 4.9)]).rises(1e-4)
+    flat = MemoryLine.fit([(1, 5.0), (2, 5.0), (4, 5.0)])
+    assert flat.r_squared == 0 and not flat.rises(1e-4)
+    assert MemoryLine.fit([(1, 5.0), (2, 5.1)]).rises(1e-4)
 
 
 def test_the_loss_is_lowest_at_a_batch_of_97():

@@ -117,6 +117,24 @@ def test_the_stage_that_fills_the_limit_first():
     assert bound == "the line of stage 1 fills the limit first, at a micro-batch of 0"
 
 
+@pytest.mark.parametrize(
+    "peaks",
+    [
+        (0.324, 0.3225),  # 0.32 GiB + -0.0015 GiB a sequence
+        (0.320, 0.324, 0.322),
+        (0.32, 0.33, 0.31, 0.33),
+        (0.32, 0.32, 0.32),
+    ],
+)
+def test_a_slope_within_the_noise_is_too_small_to_be_measured(peaks):
+    runs = [tried(2**place, fits=True, stage_peaks=(peak, 2**place)) for place, peak in enumerate(peaks)]
+    planned = {run.micro_batch_size: (run.micro_batch_size << 20, 1 << 30) for run in runs}
+    first, second, _, bound = describe_stages(runs, planned, 4 << 30, on_device=False)
+    assert f"stage 0: {max(peaks):.2f} GiB, and a sequence adds too little to be measured" in first
+    assert "0.00 GiB + 1.0000 GiB a sequence (R^2 1.0000)" in second
+    assert bound == "the line of stage 1 fills the limit first, at a micro-batch of 4"
+
+
 def tried(size, *, fits, stage_peaks):
     peaks = tuple(int(peak * 2**30) for peak in stage_peaks)
     return TriedBatch(
