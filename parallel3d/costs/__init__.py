@@ -9,5 +9,6 @@ layout_estimate.py                 one layout on machines                       
 layout_search.py, cliffs.py        all layouts, ranked; why the best wins; what to beware of
 failure_costs.py                   goodput, and what width is worth
 rental.py, fits.py                 dollars for tokens; memory over micro-batch, loss over batch
+machine_comparison.py              several machines in one table, the cheapest named
 cost_report.py                     the text of `parallel3d plan --devices`
 """

@@ -19,8 +19,10 @@ from parallel3d.costs.layout_search import (
     rank_layouts,
     why_not_tried,
 )
+from parallel3d.costs.machine_comparison import ComparedMachines, describe_comparison
 from parallel3d.costs.machines import Machines
 from parallel3d.costs.rank_memory import StageMemory
+from parallel3d.costs.rental import amount, duration
 from parallel3d.rehearsal.device_rows import GIB
 
 MOST_STAGES, MOST_RANKED = 8, 10
@@ -29,13 +31,27 @@ MOST_STAGES, MOST_RANKED = 8, 10
 def describe_costs(
     config: Config, parts: LayeredParameters, machines: Sequence[Machines], num_tokens: float
 ) -> Iterator[str]:
-    """The configuration's own layout on each of the machines."""
+    """The configuration's own layout on each of the machines; several are compared at the end.
+
+    Raises UserError if it can use the devices of none.
+    """
+    if all(find_obstacle(config, each.num_devices) for each in machines):
+        on_machines(config, machines[0])  # raises
+    compared = []
     for each in machines:
-        placed = on_machines(config, each)
-        yield from describe_estimate(estimate_layout(placed, parts, each), parts, num_tokens)
-        if (config.parallel.dp_size or 1) != placed.parallel.dp_size:
-            yield f"(the configuration's dp_size is {config.parallel.dp_size}; these devices hold what is shown)"
+        if obstacle := find_obstacle(config, each.num_devices):
+            yield f"{each}: {obstacle.why}. {obstacle.fix}"
+            compared.append(ComparedMachines(machines=each, estimate=None, reason=obstacle.why))
+        else:
+            placed = on_machines(config, each)
+            estimate = estimate_layout(placed, parts, each)
+            yield from describe_estimate(estimate, parts, num_tokens)
+            if (config.parallel.dp_size or 1) != placed.parallel.dp_size:
+                yield f"(the configuration's dp_size is {config.parallel.dp_size}; these devices hold what is shown)"
+            compared.append(ComparedMachines(machines=each, estimate=estimate))
         yield ""
+    if len(compared) > 1:
+        yield from describe_comparison(compared, num_tokens)
 
 
 def describe_estimate(estimate: LayoutEstimate, parts: LayeredParameters, num_tokens: float) -> Iterator[str]:
@@ -159,20 +175,26 @@ def verdict(estimate: LayoutEstimate, num_tokens: float) -> str:
 def describe_search(
     config: Config, parts: LayeredParameters, machines: Sequence[Machines], num_tokens: float, policies: Sequence[str]
 ) -> Iterator[str]:
-    """The ranking on each of the machines, why the best wins, and its table."""
+    """The ranking on each of the machines, why the best wins, and its table; the best of several are compared."""
+    compared = []
     for each in machines:
         ranked = rank_layouts(config, parts, each, policies)
+        best = ranked.estimates[0] if ranked.estimates else None
+        compared.append(ComparedMachines(machines=each, estimate=best, reason="no layout fits"))
         yield f"{each}: {ranked.num_tried:,} layouts, {len(ranked.estimates):,} fit"
-        if not ranked.estimates:
+        if best is None:
             yield from describe_nothing(ranked, config)
+            yield ""
             continue
         yield from describe_ranking(ranked, num_tokens)
         yield from describe_place(ranked, config, each)
         yield "why the best wins:"
         yield from (f"  {line}" for line in explain_best(ranked))
         yield ""
-        yield from describe_estimate(ranked.estimates[0], parts, num_tokens)
+        yield from describe_estimate(best, parts, num_tokens)
         yield ""
+    if len(compared) > 1:
+        yield from describe_comparison(compared, num_tokens)
 
 
 def describe_ranking(ranked: RankedLayouts, num_tokens: float) -> Iterator[str]:
@@ -212,19 +234,6 @@ def describe_nothing(ranked: RankedLayouts, config: Config) -> Iterator[str]:
         return
     layout = min(ranked.too_large, key=lambda each: ranked.too_large[each])
     yield f"the smallest needs {ranked.too_large[layout]:.1f} GiB a rank: {layout}"
-
-
-def duration(days: float) -> str:
-    """Days, or hours, minutes or seconds if it is less than one."""
-    for unit, size in (("days", 1), ("hours", 24), ("minutes", 1440)):
-        if days * size >= 1:
-            return f"{days * size:,.3g} {unit}"
-    return f"{days * 86400:,.2g} seconds"
-
-
-def amount(dollars: float) -> str:
-    """Dollars; small amounts with cents."""
-    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"
 
 
 def _recompute(estimate: LayoutEstimate) -> str:

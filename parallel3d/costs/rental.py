@@ -120,3 +120,19 @@ def scaling_report(speeds: Mapping[int, float | None], price_of_host: float) -> 
         ScalingRow(num_hosts=hosts, cost=cost, relative=None if cost is None or least is None else cost / least)
         for hosts, cost in costs.items()
     ]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def duration(days: float) -> str:
+    """Days, or hours, minutes or seconds if it is less than one."""
+    for unit, size in (("days", 1), ("hours", 24), ("minutes", 1440)):
+        if days * size >= 1:
+            return f"{days * size:,.3g} {unit}"
+    return f"{days * 86400:,.2g} seconds"
+
+
+def amount(dollars: float) -> str:
+    """Dollars; small amounts with cents."""
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"

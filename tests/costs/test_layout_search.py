@@ -13,13 +13,14 @@ from benchmarks.device_plan import settings_of
 from parallel3d.commands import plan
 from parallel3d.config.load import check_config, load_config, resolve
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
-from parallel3d.costs.cost_report import amount, describe_place, describe_width, duration
+from parallel3d.costs.cost_report import describe_place, describe_width
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
 from parallel3d.costs.layout_search import LayoutChoice, candidate_layouts, on_machines, rank_layouts, with_layout
 from parallel3d.costs.machines import parse_machines
 from parallel3d.costs.pipeline_facts import pipeline_facts
+from parallel3d.costs.rental import amount, duration
 from parallel3d.errors import UserError
 from parallel3d.models.make import make_stage, shardings_of
 from parallel3d.pipeline.schedules import SCHEDULES
