@@ -12,6 +12,7 @@ from parallel3d.costs.failure_costs import WIDTHS, failure_costs, find_width_obs
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import LayoutEstimate, estimate_layout
 from parallel3d.costs.layout_search import (
+    RECOMPUTE,
     LayoutChoice,
     RankedLayouts,
     find_obstacle,
@@ -21,7 +22,7 @@ from parallel3d.costs.layout_search import (
 )
 from parallel3d.costs.machine_comparison import ComparedMachines, describe_comparison
 from parallel3d.costs.machines import Machines
-from parallel3d.costs.rank_memory import StageMemory
+from parallel3d.costs.rank_memory import StageMemory, estimate_memory
 from parallel3d.costs.rental import amount, duration
 from parallel3d.rehearsal.device_rows import GIB
 
@@ -61,7 +62,7 @@ def describe_estimate(estimate: LayoutEstimate, parts: LayeredParameters, num_to
         f"{num_parameters(config.model) / 1e9:.3g}B parameters on {machines} ({machines.num_devices:,} devices): "
         f"{LayoutChoice.of(config)} (predicted)"
     )
-    yield from describe_memory(estimate)
+    yield from describe_memory(estimate, parts)
     yield from describe_time(estimate)
     yield from describe_money(estimate, num_tokens)
     yield from describe_failures(estimate, num_tokens)
@@ -71,8 +72,8 @@ def describe_estimate(estimate: LayoutEstimate, parts: LayeredParameters, num_to
     yield f"verdict: {verdict(estimate, num_tokens)}"
 
 
-def describe_memory(estimate: LayoutEstimate) -> Iterator[str]:
-    """A line for each stage, GiB of a rank."""
+def describe_memory(estimate: LayoutEstimate, parts: LayeredParameters) -> Iterator[str]:
+    """A line for each stage, GiB of a rank, and what other modes of recomputation need."""
     names = ("weights", "gradients", "optimizer", "backup", "activations", "logits", "buffers", "context", "fragments")
     yield f"GiB a rank  {'layers':>6}" + "".join(f"{name:>12}" for name in (*names, "total"))
     shown = estimate.stages
@@ -82,7 +83,24 @@ def describe_memory(estimate: LayoutEstimate) -> Iterator[str]:
         layers = sum(map(len, memory.layers))
         cells = "".join(f"{num_bytes / GIB:>12.2f}" for num_bytes in (*memory_parts(memory), memory.total))
         yield f"stage {memory.stage:<5} {layers:>6}{cells}"
-    yield f"of {estimate.machines.device.memory_gib:g} GiB; activations with recompute {_recompute(estimate)}"
+    have = estimate.machines.device.memory_gib
+    yield f"of {have:g} GiB; activations with recompute {estimate.config.parallel.recompute}"
+    peaks = []
+    for mode, worst in worst_by_recompute(estimate, parts).items():
+        room = "" if worst.total <= have * GIB else ", does not fit"
+        peaks.append(f"{mode} {worst.total / GIB:.2f} ({worst.activations / GIB:.2f} of activations{room})")
+    yield f"GiB of the fullest rank by recompute: {'; '.join(peaks)}"
+
+
+def worst_by_recompute(estimate: LayoutEstimate, parts: LayeredParameters) -> dict[str, StageMemory]:
+    """The stage whose ranks need most memory, of the same layout under each mode of recomputation."""
+    found = {}
+    for mode in RECOMPUTE:
+        parallel = estimate.config.parallel.model_copy(update={"recompute": mode})
+        config = estimate.config.model_copy(update={"parallel": parallel})
+        stages = estimate_memory(config, parts, on_device=not estimate.machines.device.is_cpu)
+        found[mode] = max(stages, key=lambda stage: stage.total)
+    return found
 
 
 def memory_parts(memory: StageMemory) -> tuple[int, ...]:
@@ -147,7 +165,7 @@ def describe_failures(estimate: LayoutEstimate, num_tokens: float) -> Iterator[s
 
 
 def describe_width(estimate: LayoutEstimate, parts: LayeredParameters, num_tokens: float) -> Iterator[str]:
-    """What half and twice the width cost, or why there is no such width."""
+    """What half and twice the width cost, or why none such exists."""
     cells = []
     for each in width_estimates(estimate, parts):
         rental = each.rental(num_tokens)
@@ -234,7 +252,3 @@ def describe_nothing(ranked: RankedLayouts, config: Config) -> Iterator[str]:
         return
     layout = min(ranked.too_large, key=lambda each: ranked.too_large[each])
     yield f"the smallest needs {ranked.too_large[layout]:.1f} GiB a rank: {layout}"
-
-
-def _recompute(estimate: LayoutEstimate) -> str:
-    return estimate.config.parallel.recompute

@@ -84,7 +84,7 @@ def width_estimates(estimate: LayoutEstimate, parts: LayeredParameters) -> list[
 
 
 def find_width_obstacle(estimate: LayoutEstimate, factor: float) -> str:
-    """Why there is no layout with this multiple of the replicas and hosts; empty if there is one."""
+    """What prevents the layout with this multiple of the replicas and hosts; empty if nothing does."""
     replicas, hosts = estimate.config.parallel.dp_size or 1, estimate.machines.num_hosts
     count = estimate.config.batch.num_micro_batches
     assert count is not None

@@ -13,7 +13,7 @@ from benchmarks.device_plan import settings_of
 from parallel3d.commands import plan
 from parallel3d.config.load import check_config, load_config, resolve
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
-from parallel3d.costs.cost_report import describe_place, describe_width
+from parallel3d.costs.cost_report import describe_memory, describe_place, describe_width, worst_by_recompute
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
@@ -275,6 +275,21 @@ def test_a_width_that_cannot_be_says_why(devices, dp, num_micro_batches, said):
     estimate = estimate_layout(config.model_copy(update={"batch": sizes}), parts, machines(devices))
     [line] = describe_width(estimate, parts, 1e12)
     assert all(each in line for each in said) and f"(dp{dp})" in line, line
+
+
+@pytest.mark.parametrize("configured", ["none", "selective", "full"])
+def test_the_memory_of_each_mode_of_recomputation(configured):
+    """Of the same layout: the configured mode's is that of the table, and each mode keeps less than the one before."""
+    config, parts = load("hlat_7b")
+    layout = replace(LayoutChoice.of(config), tp=2, pp=4, dp=2, micro_batch=8, recompute=configured)
+    config = with_layout(config, layout)
+    estimate = estimate_layout(config, parts, machines("8xA100-40GB:2"))
+    none, selective, full = worst_by_recompute(estimate, parts).values()
+    assert {"none": none, "selective": selective, "full": full}[configured] == estimate.worst
+    assert none.activations > selective.activations > full.activations and none.state == full.state
+    *_, line = describe_memory(estimate, parts)
+    assert f"{configured} {estimate.worst.total / 2**30:.2f} (" in line
+    assert full.total < 39.4 * 2**30 < none.total and "does not fit); full" in line
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
