@@ -5,8 +5,8 @@
          gradients, the inputs' sums beside those for the weights
     dp   gradients, reduced while the last backward pass runs; weights, gathered under the first forward pass; backups
          of the reduced gradients, one message for each range
-    pp   an activation and a gradient a micro-batch and border, beside the next pass. The messages of the first and the
-         last micro-batch, one border after the other, fill and drain the pipeline: nothing runs beside them
+    pp   an activation and a gradient a micro-batch and border, beside the next pass. Those on the longest path through
+         the step are waited for: they fill and drain the pipeline, and 1f1b waits for a round trip in every round
 
 On CPUs nothing hides tp and dp: the cores that exchange are those that compute. A ring sends (n - 1) / n of the tensor.
 Shares of the bandwidths are guesses, as in `rehearsal/roofline.py`.

@@ -135,7 +135,7 @@ def describe_traffic(traffic: AxisTraffic) -> str:
         return f"a rank sends {sent}, of which {traffic.exposed_s:.3g} s are waited for"
     return (
         f"a rank sends {sent}, of which {traffic.exposed_s:.3g} s outlast its passes; the step waits for "
-        f"{traffic.chain_length} messages in a row, from stage to stage and back: {traffic.chain_s:.3g} s"
+        f"{traffic.chain_length:,} messages in a row, of all stages: {traffic.chain_s:.3g} s"
     )
 
 

@@ -1,6 +1,6 @@
 """One layout on rented devices: does it fit, how long is a step, what does training cost. Pure.
 
-    step = m t + idle (mean t) + messages that fill and drain the pipeline, or outlast its passes
+    step = m t + idle (mean t) + messages on the longest path through the pipeline, or that outlast its passes
            + what of the reduction nothing hides + update + entry
 
 with m micro-batches of the narrowest stage, t the seconds of the slowest stage for one (its products, attention,
@@ -113,17 +113,18 @@ def estimate_layout(
     timed = {key: _time_stage(config, sizes, machines, work) for key, work in works.items()}
     each = [timed[work.num_layers, work.is_first, work.is_last] for work in _stage_works(config, stages)]
     slowest_s = max(stage.total_s for stage in each)
+    facts = pipeline_facts(parallel.schedule, parallel.pp_size, parallel.virtual_stages, count)
     return LayoutEstimate(
         config=config,
         machines=machines,
         stages=stages,
         stage_s=tuple(stage.total_s for stage in each),
-        facts=pipeline_facts(parallel.schedule, parallel.pp_size, parallel.virtual_stages, count),
+        facts=facts,
         num_micro_batches=count,
         update_s=max(stage.update_s for stage in each),
         traffic={
             "tp": max((_tp_traffic(s.layer, s.num_layers * count) for s in each), key=lambda axis: axis.total_s),
-            "pp": _messages(config, sizes, machines, count=count, stage_s=slowest_s),
+            "pp": _messages(config, sizes, machines, facts, count=count, stage_s=slowest_s),
             "dp": max((stage.reduced for stage in each), key=lambda axis: (axis.exposed_s, axis.total_s)),
         },
     )
@@ -178,28 +179,29 @@ def _time_stage(config: Config, sizes: MicroBatchSizes, machines: Machines, work
 
 
 def _messages(
-    config: Config, sizes: MicroBatchSizes, machines: Machines, *, count: int, stage_s: float
+    config: Config, sizes: MicroBatchSizes, machines: Machines, facts: PipelineFacts, *, count: int, stage_s: float
 ) -> AxisTraffic:
     """The messages between stages: those of the rank that sends most, and those for which the step waits.
 
-    A rank sends while it computes: its own messages cost time only as far as they outlast its passes. The first
-    micro-batch's activations pass pp - 1 borders before the last stage computes, the last one's gradients as many
-    before the first stage ends: 2 (pp - 1) messages of different ranks, one after the other, on the critical path of
-    every schedule, however few micro-batches there are.
+    The step waits for the messages on its longest path, which ranks of all stages send one after the other, however few
+    one of them sends: pp - 1 activations that fill the pipeline, pp - 1 gradients that drain it, and what the schedule
+    has between (`PipelineFacts.chain_length`). A rank sends while it computes: its own messages add to that only as far
+    as they outlast its passes by more than the path waits between.
     """
     parallel = config.parallel
     if parallel.pp_size == 1:
         return NO_TRAFFIC
     message_s, bandwidth = message_seconds(config, sizes, machines)
     num_messages = count * _messages_of_busiest_rank(chunk_layout_of(config))
-    total_s, chain_length = num_messages * message_s, 2 * (parallel.pp_size - 1)
+    total_s, chain_s = num_messages * message_s, facts.chain_length * message_s
+    ends_s, outlasting_s = 2 * (parallel.pp_size - 1) * message_s, max(0.0, total_s - count * stage_s)
     return AxisTraffic(
         num_bytes=num_messages * sizes.messages.activation_bytes,
         total_s=total_s,
-        exposed_s=max(0.0, total_s - count * stage_s),
+        exposed_s=max(0.0, ends_s + outlasting_s - chain_s),
         bandwidth=bandwidth,
-        chain_s=chain_length * message_s,
-        chain_length=chain_length,
+        chain_s=chain_s,
+        chain_length=facts.chain_length,
     )
 
 

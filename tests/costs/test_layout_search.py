@@ -107,7 +107,7 @@ def test_cores_that_exchange_do_not_compute():
     ("schedule", "pp", "messages"),
     [("1f1b", 16, 2), ("1f1b", 2, 1), ("interleaved", 2, 3), ("interleaved", 4, 4), ("zb-v", 2, 2), ("zb-v", 4, 4)],
 )
-def test_what_a_rank_sends_and_what_fills_the_pipeline_are_two_things(schedule, pp, messages):
+def test_what_a_rank_sends_and_what_a_step_waits_for_are_two_things(schedule, pp, messages):
     """Of 4 micro-batches a rank sends few messages, and the step waits for those of all stages in a row."""
     config, parts = load("hlat_7b")
     layout = replace(LayoutChoice.of(config), tp=1, pp=pp, dp=64 // pp, micro_batch=1, schedule=schedule)
@@ -117,7 +117,8 @@ def test_what_a_rank_sends_and_what_fills_the_pipeline_are_two_things(schedule, 
     estimate = estimate_layout(config.model_copy(update={"batch": few}), parts, devices)
     sent = estimate.traffic["pp"]
     message_s = sent.total_s / (4 * messages)
-    assert sent.chain_length == 2 * (pp - 1) and sent.chain_s == pytest.approx(2 * (pp - 1) * message_s)
+    assert sent.chain_length == estimate.facts.chain_length >= 2 * (pp - 1)
+    assert sent.chain_s == pytest.approx(sent.chain_length * message_s)
     assert message_s > sent.num_bytes / (4 * messages) / sent.bandwidth
     mean_s = sum(estimate.stage_s) / len(estimate.stage_s)
     assert estimate.idle_s == pytest.approx(estimate.facts.idle * mean_s + sent.chain_s + sent.exposed_s)
@@ -175,7 +176,7 @@ def test_exposed_reductions_and_odd_vocabularies_are_cliffs():
 
 OWN_PLACE = {"hlat_7b": ("32xTrn1-16GB:64", 10, 1.25), "hlat_70b": ("32xTrn1-16GB:256", 10, 1.15)}
 """HLAT's devices, and how near its choices are to the best of its schedule and recomputation: 5th of 164 (1.21 times
-the best step) and 7th of 75 (1.13) were found."""
+the best step) and 5th of 75 (1.13) were found."""
 
 
 @pytest.mark.parametrize("name", OWN_PLACE)
@@ -319,7 +320,7 @@ def test_no_waiting_time_is_above_the_total_that_it_is_of(capsys):
     sizes = ["batch.global_batch_size=8", "batch.micro_batch_size=1", "batch.num_micro_batches=8"]
     code, out, _ = run_plan(capsys, "--devices", "8xH100:4", *grid, *sizes)
     assert code == 0 and "0.00732 s, of which 0 s outlast its passes" in out
-    assert "waits for 30 messages in a row, from stage to stage and back: 0.0274 s" in out
+    assert "waits for 34 messages in a row, of all stages: 0.0311 s" in out
 
 
 @pytest.mark.parametrize(
