@@ -23,6 +23,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 
 from parallel3d.checkpoint.fetch import local_checkpoint
@@ -100,8 +101,8 @@ def show_model(options: argparse.Namespace) -> Iterator[str]:
 
 def show_config(options: argparse.Namespace) -> Iterator[str]:
     """A configuration to begin with, as JSON. What was chosen, and of how much text, is said on stderr."""
-    if options.tokens is not None and options.tokens < 1:
-        raise UserError(f"--tokens {options.tokens:g}: must be at least 1")
+    if options.tokens is not None and not 1 <= options.tokens < inf:
+        raise UserError(f"--tokens {options.tokens:g}: must be at least 1, and finite")
     num_tokens = None if options.tokens is None else int(options.tokens)
     raw, num_read = make_folder_config(options.source, options.texts, num_tokens)
     for line in describe_folder_config(raw, num_read):

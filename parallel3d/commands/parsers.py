@@ -179,7 +179,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     config.add_argument("source", type=source, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
     config.add_argument("texts", nargs="*", metavar="TEXT", help="what it trains on: files, folders, globs")
     config.add_argument(
-        "--tokens", type=positive, metavar="N", help="to train on (default: those of the texts, or 20 a parameter)"
+        "--tokens", type=float, metavar="N", help="to train on (default: those of the texts, or 20 a parameter)"
     )
 
 
@@ -199,7 +199,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("others", nargs="*", type=Path, metavar="OTHER", help="with --html: further runs, to compare")
     parser.add_argument("--html", action="store_true", help="write one page that needs no network: report.html there")
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --html: where to write it")
-    parser.add_argument("--dollars-per-hour", type=positive, metavar="X", help="with --html: the price of all devices")
+    parser.add_argument("--dollars-per-hour", type=float, metavar="X", help="with --html: the price of all devices")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
     add_json(parser, "text")
     parser.add_argument("--every", type=float, metavar="S", help="again every S seconds until the run ends")

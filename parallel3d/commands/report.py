@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,8 +75,8 @@ def check_options(options: argparse.Namespace) -> None:
     of_text = {"--against": options.against, "--json": options.json, "--no-charts": options.no_charts}
     if given := [name for name, value in (of_text if options.html else of_page).items() if value]:
         raise UserError(f"{given[0]} has no effect {'with' if options.html else 'without'} --html")
-    if options.dollars_per_hour is not None and not options.dollars_per_hour > 0:
-        raise UserError(f"--dollars-per-hour {options.dollars_per_hour:g}: must be more than 0")
+    if options.dollars_per_hour is not None and not 0 < options.dollars_per_hour < inf:
+        raise UserError(f"--dollars-per-hour {options.dollars_per_hour:g}: must be more than 0, and finite")
 
 
 def write_html(options: argparse.Namespace) -> Path:

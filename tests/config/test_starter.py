@@ -116,6 +116,8 @@ def test_a_folder_in_place_of_a_file(folder: Path, capsys: pytest.CaptureFixture
     [
         (("nowhere",), "nowhere does not exist: give the Hugging Face folder"),
         (("my_llama", "--tokens", "0"), "--tokens 0: must be at least 1"),
+        (("my_llama", "--tokens", "nan"), "--tokens nan: must be at least 1"),
+        (("my_llama", "--tokens", "inf"), "--tokens inf: must be at least 1"),
         (("my_llama", "missing.txt"), "missing.txt"),
     ],
 )

@@ -329,6 +329,7 @@ def test_mistakes_are_named(tmp_path, capsys):
         (["--out", "x.html"], "--out has no effect without --html"),
         (["--html", "--json"], "--json has no effect with --html"),
         (["--html", "--dollars-per-hour", "0"], "must be more than 0"),
+        (["--html", "--dollars-per-hour", "inf"], "must be more than 0"),
         ([str(tmp_path / "nothing"), "--html"], "holds no step yet"),
     ):
         assert main([str(tmp_path), *arguments]) == 2
