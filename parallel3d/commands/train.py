@@ -48,7 +48,7 @@ from parallel3d.lasting_output import lasting_output
 from parallel3d.models.initial_weights import check_initial_weights, resolve_initial_weights
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.page_writer import PageWriter
-from parallel3d.monitor.run_folder import LOGS, PAGE, RunFolder
+from parallel3d.monitor.run_folder import ENVIRONMENT, LOGS, PAGE, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.monitor.tracker_processes import TrackerProcesses
@@ -66,6 +66,8 @@ def main(arguments: list[str]) -> int:
     env = None
     try:
         env = read_launcher_env(os.environ, local_rank=options.local_rank)
+        if options.join or options.drain:
+            options.config = enter_working_directory(options.config)
         notices = read_deepspeed_config(options, env)
         config = load_config(options.config, options.overrides)
         in_grid = env.world_size - config.elastic.spares if env and not (options.join or options.drain) else None
@@ -97,6 +99,18 @@ def main(arguments: list[str]) -> int:
         if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)
         return error.exit_code
+
+
+def enter_working_directory(config: str) -> str:
+    """Changes to the folder in which a run was started, if `config` is in the run's folder and that folder is there:
+    what is relative in it is relative to that. Returns the file's absolute path then."""
+    file = Path(config).absolute()
+    try:
+        started_in = json.loads((file.parent / ENVIRONMENT).read_text()).get("working_directory")
+        os.chdir(started_in or ".")
+    except (OSError, ValueError, AttributeError):
+        return config
+    return str(file)
 
 
 def read_deepspeed_config(options: argparse.Namespace, env: LauncherEnv | None) -> list[str]:

@@ -12,6 +12,29 @@ def drain(run, what):
     return finish(start("--config", run / "config.json", "--drain", what))
 
 
+def test_a_run_with_relative_paths_is_reached_from_any_folder(config_file, tmp_path, monkeypatch, text):
+    """Its text, its cache and its own folder are relative to where it was started."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    (home / "text.txt").write_text(text.read_text())
+    monkeypatch.chdir(home)
+    relative = ('data.sources=["text.txt"]', "data.cache_directory=cache", "run.directory=runs/one")
+    process = start("--config", config_file, *SETTINGS, *relative, "elastic.max_rejoins=0")
+    run = home / "runs" / "one"
+    wait_for_step(run, 4)
+    monkeypatch.chdir(elsewhere)
+    code, out, err = drain(run, "rank=3")
+    assert (code, err) == (0, "") and "rank 3 (pp1 dp1 tp0) leaves" in out
+    wait_for_change(run, 1)
+    guest = start("--config", run / "config.json", "--join")
+    wait_for_change(run, 2)
+    losses, _ = stop_after(process, run, 3)
+    assert finish(guest)[0] == 130 and len(losses) > 6
+    assert [[each["rank"] for each in change["joined"]] for change in changes(run)] == [[], [4]]
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_replica_leaves_by_a_command_and_another_worker_joins(config_file, tmp_path):
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     process = start("--config", config_file, *SETTINGS, "elastic.max_rejoins=3")
