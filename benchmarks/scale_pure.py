@@ -96,11 +96,11 @@ def answer_join(protocol: MembershipProtocol, hosts: dict[int, str]) -> None:
     """Gives the protocol the request of the change with which joiners enter, all reports and all confirmations."""
     first = protocol.committed
     assert first is not None
-    generation = first.generation + 1
+    generation, members = first.generation + 1, frozenset(first.members)
     protocol.suspect(first.leader, first.generation, "workers join")
     ranks = sorted(protocol.live)
     for rank in ranks:
-        state_generation = generation - 1 if rank in first.members else NO_GENERATION
+        state_generation = generation - 1 if rank in members else NO_GENERATION
         report = StateReport(rank=rank, generation=generation, state_generation=state_generation, host=hosts[rank])
         protocol.report(report)
     for rank in ranks:
