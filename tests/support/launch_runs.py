@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 TRAIN = str(Path(__file__).parents[2] / "launch" / "train.py")
-TORCHRUN_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""How torchrun says that one of its processes has ended with another code than 0."""
 PATIENCE_S = 300.0
 """For anything that a run does. Machines differ by far in speed, and this is only waited for by a test that fails."""
 LAST_CHARACTERS = 6000

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch_runs import TORCHRUN_FAILED
 from tests.support.network_hosts import ROOT, Host, Network
 
 TRAIN = str(ROOT / "launch" / "train.py")
@@ -25,8 +24,8 @@ TIMEOUT_S = 300
 CONTROL_S = 6.0
 """Patience with silent hosts and cut paths."""
 LAUNCHERS = ("variables", "torchrun")
-TORCHRUNS_OWN = (TORCHRUN_FAILED, "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError")
-"""In the tracebacks of torchrun itself: a child has failed, or its store can't be reached."""
+OWN_FRAME = re.compile(r'File "(?![^"]*site-packages)[^"]*/parallel3d/')
+"""In a traceback of ours. torchrun has its own: a child has failed, or its store can't be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,8 @@ class NetworkRun:
                 host.kill_all()
         outs = [process.communicate(timeout=20)[0] for process in self.processes]
         ended = [Ended(code=process.returncode, out=out) for process, out in zip(self.processes, outs)]
-        assert not any("Traceback" in out and not any(each in out for each in TORCHRUNS_OWN) for out in outs), outs
+        pattern = OWN_FRAME if self._launcher == "torchrun" else re.compile("Traceback")
+        assert not any(map(pattern.search, outs)), "\n".join(outs)
         return ended
 
     def _is_running(self, host: Host, process: subprocess.Popen[str]) -> bool:
