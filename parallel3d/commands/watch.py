@@ -25,6 +25,7 @@ from parallel3d.errors import UserError
 from parallel3d.evaluation.result_figures import figures_by_name
 from parallel3d.evaluation.result_history import read_result_history
 from parallel3d.evaluation.saved_results import EVALUATIONS, starts_of
+from parallel3d.models.initial_weights import checkpoints_of_run
 from parallel3d.monitor.metrics_tail import GrowingFile
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, is_being_written, read_metrics
 from parallel3d.monitor.upload_history import UPLOADS, UploadHistory
@@ -212,14 +213,10 @@ class LineDisplay:
 def read_facts(folder: Path, results: tuple[str, ...] = ()) -> FolderFacts:
     """What config.json, summary.json, the checkpoints and the uploads say, with what their evaluations have found."""
     config, summary = read_object(folder / CONFIG), read_object(folder / SUMMARY)
-    steps, age_s = [], None
-    if directory := config.get("checkpoint", {}).get("directory"):
-        checkpoints = CheckpointDirectory(Path(directory))
-        if steps := checkpoints.steps():
-            try:
-                age_s = max(0.0, time.time() - checkpoints.path_of(steps[-1]).stat().st_mtime)
-            except OSError:  # removed by now
-                age_s = None
+    checkpoints, age_s = CheckpointDirectory(checkpoints_of_run(folder)), None
+    if steps := checkpoints.steps():
+        with suppress(OSError):  # removed by now
+            age_s = max(0.0, time.time() - checkpoints.path_of(steps[-1]).stat().st_mtime)
     try:
         uploads = UploadHistory.of(read_metrics(folder / UPLOADS))
     except (OSError, ValueError):

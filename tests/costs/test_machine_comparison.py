@@ -63,4 +63,4 @@ def test_where_nothing_is_cheapest(capsys, table):
     code, rows, error = compare(capsys, "--devices", "3xH100,5xH100")
     assert code == 2 and not rows and error.startswith("--devices 3xH100-80GB:1: 3 devices do not divide")
     _, rows, _ = compare(capsys, "--devices", "8xH100:2")
-    assert not rows  # one machine is no comparison
+    assert not rows, "there is nothing to compare one machine with"

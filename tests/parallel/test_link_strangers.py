@@ -32,7 +32,7 @@ def test_strangers_leave_nothing_behind_and_are_counted(connect, monkeypatch, ca
             with socket.create_connection(connect.addresses[1]) as stranger:
                 stranger.sendall(b"p3d-auth")
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        until(lambda: two._rejections.number == 29, seconds=60.0)  # one was told at once, the others are in a minute
+        until(lambda: two._rejections.number == 29, seconds=60.0)  # the first one was logged
     assert two._sockets == [two._listener] and not two._strangers and not two._broken
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 1 and "rejected 1 connection to the links of rank 1" in told[0] and "127.0.0.1" in told[0]
