@@ -11,6 +11,7 @@ A record is a dict with "kind" (or "event"):
     restart     text, step: the run starts again, with all workers, after this step
     total       num_steps: the length of the bar; the sizes of a full batch
     summary     the run's figures, once, at its end
+    outcome     exit_code: all workers have ended, and nothing but the last lines on the terminal is missing
 
 Records with "event" go to metrics.jsonl unchanged.
 """
@@ -25,13 +26,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
-
-from tqdm import tqdm
+from typing import Any, TextIO
 
 from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog
 from parallel3d.monitor.page_writer import PageWriter
+from parallel3d.monitor.progress_display import BarDisplay, PlainDisplay, ProgressDisplay
 from parallel3d.monitor.run_folder import (
     CHARTS,
     CONFIG,
@@ -49,10 +49,10 @@ from parallel3d.monitor.run_folder import (
 from parallel3d.monitor.tensorboard import TensorBoardFile
 from parallel3d.monitor.uptime import LastReported, RunHistory, recorded_preemptions
 
-PLAIN_EVERY_S = 10.0
-PLAIN_EVERY_SHARE = 0.05
 FLUSH_S = 30.0
 """Longest wait for the writing thread to write a record when the run ends or pauses."""
+RECORDS_S = 2.0
+"""Longest wait for it while the coordinator serves, which does nothing else meanwhile."""
 
 SIZES = {"sequence_length": "seq", "num_sequences": "batch"}
 """Sizes of a step's batch in the records, and their labels in the bar."""
@@ -87,62 +87,6 @@ RESTART_FIGURES = ("restarts", "lost_steps", "productive_s", "wall_s", "uptime")
 """Figures that are shown only after a restart."""
 
 
-class ProgressDisplay(Protocol):
-    """Shows the progress of the run."""
-
-    def show(self, step: int, total: int | None, text: str, step_s: float) -> None: ...
-
-    def log(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class BarDisplay:
-    """A progress bar on a terminal."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._bar: tqdm | None = None
-
-    def show(self, step: int, total: int | None, text: str, step_s: float) -> None:
-        if self._bar is None:
-            tqdm.set_lock(threading.RLock())  # its default lock is made for processes
-            layout = "step {n_fmt}/{total_fmt} |{bar}| {desc}" if total else "step {n_fmt}  {desc}"
-            self._bar = tqdm(total=total, file=self._stream, bar_format=layout, dynamic_ncols=True, miniters=1)
-        self._bar.n = step
-        self._bar.set_description_str(f"{text}{_eta(step, total, step_s)}")
-
-    def log(self, text: str) -> None:
-        tqdm.write(text, file=self._stream)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-class PlainDisplay:
-    """Plain lines for logs: about every 10 s or 5 % of the steps, the first and the last included."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._stream = stream
-        self._clock = clock
-        self._last_step = 0
-        self._last_time = -float("inf")
-
-    def show(self, step: int, total: int | None, text: str, step_s: float) -> None:
-        now = self._clock()
-        far = total is not None and step - self._last_step >= max(1.0, PLAIN_EVERY_SHARE * total)
-        if far or step == total or now - self._last_time >= PLAIN_EVERY_S:
-            self._last_step, self._last_time = step, now
-            self.log(f"step {step}/{total or '?'}  {text}{_eta(step, total, step_s)}")
-
-    def log(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        return
-
-
 class RunReporter:
     """Takes records from any thread and writes them on its own thread, so that a slow disk delays no caller."""
 
@@ -167,7 +111,7 @@ class RunReporter:
         self._tensorboard_file: TensorBoardFile | None = None
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._display: ProgressDisplay = (BarDisplay if self._out.isatty() else PlainDisplay)(self._out)
-        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._total: int | None = None
         self._full_sizes: dict[str, int] = {}
@@ -181,7 +125,7 @@ class RunReporter:
         """The last step that was reported before this report began; 0 before the first."""
         self.last_evaluation = last.evaluation
         """The step before the last evaluation that was; -1 if it is none that may be reported again."""
-        self._summary: dict[str, Any] = {}
+        self._summary = last.summary if folder.is_continued else {}
         self._disk_works = True
 
     @property
@@ -217,6 +161,12 @@ class RunReporter:
         """Queues a record; never blocks."""
         self._records.put(record)
 
+    def flush(self) -> None:
+        """Waits until the thread has written all records, at most `RECORDS_S`."""
+        if self._thread is not None and self._thread.is_alive():
+            with self._records.all_tasks_done:
+                self._records.all_tasks_done.wait_for(lambda: not self._records.unfinished_tasks, RECORDS_S)
+
     def close(self, message: str, *, exit_code: int) -> None:
         """Writes all pending records, the summary and the charts, and prints how the run ended. A file system that
         does not answer is given up after `FLUSH_S`."""
@@ -228,12 +178,8 @@ class RunReporter:
         self._records.put(None)
         self._write_all()  # records since the last pause
         self._display.close()
-        newest = self.run_history.newest
-        last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
-        self._summary |= self.run_history.figures()
-        summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
         if is_ours := not self._folder.is_taken:
-            self._write_results(summary, has_steps=bool(newest))
+            self._write_results(message, exit_code)
         self._try_write(self._folder.close)
         if self._tensorboard_file is not None:
             self._try_write(self._tensorboard_file.close)
@@ -242,17 +188,27 @@ class RunReporter:
         elsewhere = f"another process goes on with the run in {self._folder.path}"
         print(self._format_summary() if is_ours else elsewhere, file=self._out, flush=True)
 
-    def _write_results(self, summary: dict[str, Any], *, has_steps: bool) -> None:
+    def _write_results(self, message: str, exit_code: int) -> None:
         """Writes what a run leaves at its end."""
-        self._try_write(self._folder.write_summary, summary)
+        self._write_summary(message, exit_code)
         if self._charts:
             self._try_write(self._draw_charts)
-        if self._page is not None and has_steps and (trouble := self._page.finish()):
+        if self._page is not None and self.run_history.newest and (trouble := self._page.finish()):
             print(trouble, file=self._err, flush=True)
+
+    def _write_summary(self, message: str, exit_code: int) -> None:
+        newest = self.run_history.newest
+        last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
+        self._summary |= self.run_history.figures()
+        self._try_write(
+            self._folder.write_summary, {"exit_code": exit_code, "message": message, **last, **self._summary}
+        )
 
     def _write_all(self) -> None:
         while (record := self._records.get()) is not None:  # bounded: close() ends it
             self._write(record)
+            self._records.task_done()
+        self._records.task_done()
 
     def _write(self, record: dict[str, Any]) -> None:
         fields = {key: value for key, value in record.items() if key != "kind"}
@@ -287,6 +243,9 @@ class RunReporter:
                 self._try_write(self._folder.add_environment, fields)
             case "summary":
                 self._summary = fields
+                self._append_event("summary", fields)
+            case "outcome" if record["exit_code"] == 0 and not self._folder.is_taken:  # else a restart may follow
+                self._write_summary("", 0)
             case None:
                 self._append_event(record["event"], fields)
 
@@ -378,11 +337,3 @@ def _workers_text(record: dict[str, Any]) -> str:
     widths = "/".join(map(str, record["widths"]))
     is_as_begun = live == record["places"] and not spare
     return "" if is_as_begun else f"live {live} spare {spare} lost {lost} width {widths}"
-
-
-def _eta(step: int, total: int | None, step_s: float) -> str:
-    if not total or not step_s:
-        return ""
-    seconds = round((total - step) * step_s)
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    return f"  ETA {hours}:{minutes:02}:{seconds % 60:02}" if hours else f"  ETA {minutes}:{seconds % 60:02}"

@@ -5,6 +5,7 @@ It is computed from the lines of metrics.jsonl, so that a process which continue
     {"event": "started", "step", "time"}                                 a leg of the run starts after this step
     {"step": 7, "step_s": 0.2}                                           a step is done
     {"event": "evaluation", "step", "seconds"}                           an evaluation is done
+    {"event": "summary", "final_loss", ...}                              the workers' figures of the whole run
     {"event": "diverged", "data"}                                        training diverged at this data position
     {"event": "failure", "text"}                                         the reason why the attempt will end
     {"event": "ended", "exit_code", "attempt_start_step", "last_step"}   an attempt ended
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from typing import Any
@@ -60,26 +61,32 @@ class LastReported:
     """The last step; 0 before the first."""
     evaluation: int
     """The step before the last evaluation; -1 if there was none within the records that may be repeated."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """The figures that the workers have sent at the end of the run; {} before."""
 
     @staticmethod
     def of(lines_backwards: Iterable[MetricsLine]) -> LastReported:
         """Finds both from the end of metrics.jsonl, as `RunHistory` from its beginning."""
         step, evaluation, kept_until, num_records = None, -1, inf, 0
+        summary: dict[str, Any] = {}
         for line in lines_backwards:
             match line:
                 case {"event": "started", "step": int(at)}:
-                    return LastReported(step=at if step is None else step, evaluation=evaluation)
+                    step = at if step is None else step
+                    break
                 case {"event": "restart", "step": int(at)}:
                     step, kept_until = at if step is None else step, min(kept_until, at)
                 case {"event": "evaluation", "step": int(at), "seconds": int() | float()}:
                     evaluation, num_records = max(evaluation, at if at <= kept_until else -1), num_records + 1
+                case {"event": "summary", "time": _, **fields} if step is None and not summary:
+                    summary = {name: value for name, value in fields.items() if name != "event"}
                 case {"event": _}:
                     continue
                 case {"step": int(at)}:
                     step, num_records = at if step is None else step, num_records + 1
             if step is not None and (evaluation >= 0 or num_records >= MAX_REPEATED_RECORDS):
                 break
-        return LastReported(step=step or 0, evaluation=evaluation)
+        return LastReported(step=step or 0, evaluation=evaluation, summary=summary)
 
 
 def recorded_preemptions(lines_backwards: Iterable[MetricsLine]) -> dict[str, set[int]]:

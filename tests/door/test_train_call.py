@@ -16,7 +16,7 @@ import pytest
 
 import parallel3d
 from parallel3d.errors import RunFailed, UserError
-from tests.support.launch_runs import child_of, children_of, finish, metrics, name_of, start, wait_for_step
+from tests.support.launch_runs import STARTED, child_of, children_of, finish, metrics, name_of, start, wait_for_step
 
 ROOT = Path(__file__).parents[2]
 Json = dict[str, Any]
@@ -197,6 +197,7 @@ def test_a_caller_that_is_killed_takes_its_run_along(tiny: Json, tmp_path: Path)
     config.write_text(json.dumps(tiny, default=str))
     script.write_text(SCRIPT.format(guard="if __name__ == '__main__':"))
     caller = subprocess.Popen([sys.executable, script, config], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    STARTED.append(caller)
     try:
         wait_for_step(tmp_path / "run", 3)
         (command,) = children_of(caller.pid)

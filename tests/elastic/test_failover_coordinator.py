@@ -45,6 +45,10 @@ class FakeReport:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.publish = self.records.append
+        self.num_flushes = 0
+
+    def flush(self) -> None:
+        self.num_flushes += 1
 
     def recorded_preemptions(self) -> dict[str, set[int]]:
         return {}
@@ -239,6 +243,36 @@ def test_a_run_that_had_been_released_is_over(world):
     waiting = [world.worker(rank, record(4), 4) for rank in (2, 3)]
     for worker in waiting:
         assert [frame["op"] for frame in world.receive(worker, "finish_run")] == ["finish_run"]
+        assert world.report.num_flushes == 1  # before: once released, no worker can repeat a record
+
+
+def test_a_run_whose_workers_have_all_been_released_and_ended_only_lacks_its_summary(world):
+    for rank in (1, 2, 3):
+        world.guardian(rank, end_of(rank, 0, "finished"))
+    outcome = world.serving.join(10)
+    assert outcome.exit_code == 0 and not outcome.message
+    notice, over = world.report.records
+    assert notice["text"] == "the coordinator on a was lost after the run's last step"
+    assert over == {"kind": "outcome", "exit_code": 0}
+
+
+def test_a_run_is_over_once_a_worker_shows_that_it_had_been_released(world):
+    """It could still say hello: this coordinator has begun a change with it."""
+    guardians = {rank: world.guardian(rank) for rank in (1, 2, 3)}
+    workers = {rank: world.worker(rank, record(4), 4) for rank in (1, 2, 3)}
+    world.receive(workers[2], "abort_generation")
+    guardians[1].sendall(encode_frame({"op": "ended", "ends": [end_of(1, 0, "finished")]}))
+    for rank in (2, 3):
+        world.receive(workers[rank], "finish_run")
+        guardians[rank].sendall(encode_frame({"op": "ended", "ends": [end_of(rank, 0, "finished")]}))
+    assert world.serving.join(10).exit_code == 0 and not world.coordinator._status.failures
+
+
+def test_a_run_whose_workers_have_all_failed_is_not_over(elastic_settings):
+    world = World(elastic_settings)
+    for rank in (1, 2, 3):
+        world.guardian(rank, end_of(rank, 1))
+    assert world.serving.join(10).exit_code == 4 and not world.opened
 
 
 def test_a_drained_worker_does_not_end_the_run(world):

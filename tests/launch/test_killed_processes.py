@@ -1,5 +1,6 @@
 """Guardians and coordinators of real training that are killed: without a launcher, and under torchrun."""
 
+import json
 import os
 import signal
 import time
@@ -16,11 +17,12 @@ from tests.support.launch_runs import (
     name_of,
     start,
     wait_for_change,
+    wait_for_event,
     wait_for_step,
 )
 
 pytestmark = pytest.mark.slow
-NUM_STEPS = 90
+NUM_STEPS = 240
 """Many more than pass before the last kill: on a slow machine a test may look late."""
 UNDISTURBED = (f"run.num_steps={NUM_STEPS}",)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
@@ -61,6 +63,21 @@ def test_without_a_launcher_killed_coordinators_change_no_bit(config_file, tmp_p
     assert "the run goes on with a new coordinator" in out and out.count("final loss") == 1
     assert losses(run) == undisturbed(config_file)
     assert len(evaluations(run)) == NUM_STEPS // 6
+
+
+@pytest.mark.sample(1, rest=1)
+@pytest.mark.parametrize("kind", ["evaluation", "summary"])
+def test_a_coordinator_killed_at_the_very_end_is_missed_by_nobody(config_file, tmp_path, kind):
+    """After the last evaluation, or once all workers have been released: then nobody can repeat anything."""
+    run = tmp_path / "run"
+    process = start("--config", config_file, "run.evaluate_every=12")
+    wait_for_event(run, kind)
+    os.kill(child_of(process.pid, "coordinator"), signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 0 and "Traceback" not in out + err, out + err
+    assert len(losses(run)) == 12 and len(evaluations(run)) == 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["exit_code"] == 0 and summary["steps"] == 12 and summary["final_loss"] > 0
 
 
 @pytest.mark.full

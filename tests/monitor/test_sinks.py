@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.monitor.progress_display import PlainDisplay
 from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder, read_metrics
-from parallel3d.monitor.sinks import PlainDisplay, RunReporter
+from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.uptime import RunHistory
 
 
@@ -42,7 +43,7 @@ def test_a_whole_run(tmp_path):
     report.close("", exit_code=0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("step") for line in lines if "event" not in line] == [1, 2, 3, 4]
-    assert [line["event"] for line in lines if "event" in line] == ["evaluation", "membership"]
+    assert [line["event"] for line in lines if "event" in line] == ["evaluation", "membership", "summary"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["exit_code"], summary["last_step"], summary["final_loss"]) == (0, 4, 2.0)
     assert "step 1/4  loss 8.0000  1,234 tokens/s  ETA 0:06" in out.getvalue()
@@ -59,6 +60,57 @@ def test_a_summary_with_an_impossible_mfu_says_why(tmp_path):
     report.close("", exit_code=0)
     assert "102.9" not in out.getvalue() and "measured under load" in out.getvalue()
     assert "seconds" not in out.getvalue() and "tokens/s" not in out.getvalue()
+
+
+def test_a_process_that_takes_over_at_the_very_end_has_the_whole_summary(tmp_path):
+    report, _ = report_of(tmp_path, io.StringIO())
+    report.start()
+    report.publish({"event": "started", "step": 0, "time": 1000.0})
+    report.publish(step(1))
+    report.publish({"kind": "summary", "final_loss": 2.0, "unigram_entropy": 5.0})
+    report.flush()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert lines[-1]["event"] == "summary"  # nothing is on its way any more
+    report._folder.close()  # as at the end of its process
+    after, _ = report_of(tmp_path, out := io.StringIO(), folder=ContinuedRunFolder(tmp_path))
+    after.start()
+    after.close("", exit_code=0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["last_step"], summary["final_loss"], summary["unigram_entropy"]) == (1, 2.0, 5.0)
+    assert "event" not in summary and "time" not in summary and "final loss" in out.getvalue()
+
+
+def test_a_resumed_run_that_fails_has_no_figures_of_the_run_before(tmp_path):
+    first = [
+        {"event": "started", "step": 0, "time": 1.0},
+        {"step": 1},
+        {"event": "summary", "final_loss": 2.0, "time": 2.0},
+    ]
+    for lines in (first, [*first, {"event": "started", "step": 1, "time": 3.0}]):
+        path = tmp_path / str(len(lines))
+        folder = RunFolder(path, config="{}", environment={})
+        for line in lines:
+            folder.append_metrics(line)
+        if len(lines) > len(first):
+            folder.close()
+            folder = ContinuedRunFolder(path)
+        report, _ = report_of(path, io.StringIO(), folder=folder)
+        report.start()
+        report.close("a failure", exit_code=3)
+        assert "final_loss" not in json.loads((path / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_the_summary_is_there_before_the_outcome_is_known_elsewhere(tmp_path, exit_code):
+    """A run that fails may restart: its summary waits for that decision."""
+    report, _ = report_of(tmp_path, io.StringIO())
+    report.start()
+    report.publish(step(1))
+    report.publish({"kind": "outcome", "exit_code": exit_code})
+    report.flush()
+    assert (tmp_path / "summary.json").exists() == (exit_code == 0)
+    report.close("", exit_code=exit_code)
+    assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == exit_code
 
 
 def test_a_run_that_fails_early_still_has_its_summary(tmp_path):

@@ -67,19 +67,36 @@ def metrics(run):
 
 
 def wait_for_step(run, step, timeout=PATIENCE_S):
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if (run / "metrics.jsonl").exists() and len(metrics(run)) >= step:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"step {step} never came")
+    _wait_for(lambda: len(metrics(run)) >= step, run, f"step {step}", timeout, pause_s=0.05)
 
 
 def wait_for_change(run, number, timeout=PATIENCE_S):
-    deadline = time.monotonic() + timeout
-    while (run / "metrics.jsonl").read_text().count('"event": "membership"') < number:
-        assert time.monotonic() < deadline, f"change {number} never came"
-        time.sleep(0.05)
+    _wait_for(lambda: count_events(run, "membership") >= number, run, f"change {number}", timeout, pause_s=0.05)
+
+
+def wait_for_event(run, kind):
+    _wait_for(lambda: count_events(run, kind), run, f"event {kind!r}", PATIENCE_S, pause_s=0.002)
+
+
+def count_events(run, kind):
+    return (run / "metrics.jsonl").read_text().count(f'"event": "{kind}"')
+
+
+def _wait_for(condition, run, what, timeout, *, pause_s):
+    """Waits until the folder of a run meets a condition; fails if all that the test has started ends before."""
+    deadline, has_ended = time.monotonic() + timeout, False
+    while not ((run / "metrics.jsonl").exists() and condition()):
+        if has_ended:
+            pytest.fail("\n".join([f"{what} never came", *(_output(process) for process in STARTED)]))
+        assert time.monotonic() < deadline, f"{what} never came"
+        has_ended = bool(STARTED) and all(process.poll() is not None for process in STARTED)
+        time.sleep(pause_s)
+
+
+def _output(process):
+    is_unread = process.stdout is not None and not process.stdout.closed
+    words = "\n".join(filter(None, process.communicate(timeout=60))) if is_unread else ""
+    return f"ended with code {process.returncode}\n{words[-LAST_CHARACTERS:]}"
 
 
 def children_of(pid):

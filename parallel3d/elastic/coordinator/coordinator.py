@@ -39,7 +39,7 @@ SHUTDOWN_S = 2.0
 class Coordinator:
     """Serves until every worker has ended and every guardian has the run's exit code.
 
-    Without `elastic` the first loss ends the run. The key-value store holds `values` from the start.
+    Without `elastic` the first loss ends the run. The key-value store begins with `values`. `flush` writes all records.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Coordinator:
         secret: bytes,
         world_size: int,
         emit: Callable[[dict[str, Any]], None],
+        flush: Callable[[], None] = lambda: None,
         timeouts: LaunchTimeouts,
         elastic: ElasticSettings | None = None,
         own_info: GuardianInfo | None = None,
@@ -64,9 +65,8 @@ class Coordinator:
             on_lost=self._on_disconnect,
         )
         self._kv_store = KeyValueStore(values or {}, send=self._server.send)
-        self._emit_record = emit
-        self._timeouts = timeouts
-        self._elastic = elastic
+        self._emit_record, self._flush_records = emit, flush
+        self._timeouts, self._elastic = timeouts, elastic
         self._own_info = own_info
         """The guardian of its host's stub, where it serves again if its process is lost."""
         self._status = RunStatus(world_size, elastic.grid if elastic else None)
@@ -82,10 +82,8 @@ class Coordinator:
         self._requests = OperatorRequests(self._server, self._status, emit=self._emit, drains=self._drains)
         self._witness = witness or Witness(None)
         self._membership = self._make_membership()
-        self._monitor_frame: dict[str, Any] | None = None
-        """The guardians' heartbeat timeouts, once known."""
-        self._last_published: dict[str, int] = {}
-        """The newest published step, by kind of record."""
+        self._monitor_frame: dict[str, Any] | None = None  # the guardians' heartbeat timeouts, once known
+        self._last_published: dict[str, int] = {}  # the newest step, by kind of record
         self._start_deadline = time.monotonic() + timeouts.start_s
         self._on_turn = on_turn
 
@@ -105,6 +103,7 @@ class Coordinator:
             kv_store=self._kv_store,
             shutdown=self._shutdown,
             emit=self._emit,
+            flush=lambda: self._flush_records(),
             own_info=self._own_info,
             fences=self._stall_check.fences,
             build_s=self._timeouts.start_s,
@@ -115,7 +114,7 @@ class Coordinator:
     # --- serving --------------------------------------------------------------------------------------------------
 
     def serve(self) -> RunOutcome:
-        """Serves until the run is over; returns its outcome. Calls `on_turn` in every turn, at most 0.25 s apart."""
+        """Serves until the run is over; returns its outcome. Calls `on_turn` at least every 0.25 s."""
         try:
             self._begin()
             while not (self._status.over or self._moved_to):
@@ -131,7 +130,10 @@ class Coordinator:
                 self._membership.close()
             if not self._moved_to:
                 self._witness.mark(OVER)
-                self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})
+                code = self._status.outcome().exit_code
+                self._emit({"kind": "outcome", "exit_code": code})
+                self._flush_records()  # a guardian that has the code asks for no other coordinator
+                self._server.send_to_guardians({"op": "over", "exit_code": code})
             deadline = time.monotonic() + SHUTDOWN_S
             while self._peers_left() and time.monotonic() < deadline:
                 self._poll(TICK_S)
@@ -373,10 +375,8 @@ class Coordinator:
 
     def _set_heartbeat_timeouts(self, round_trip_s: float) -> None:
         """Derives the guardians' timeouts from the measured round trip, once."""
-        if self._elastic and not self._monitor_frame:
-            timeouts = plan_heartbeat_timeouts(
-                self._elastic.heartbeat_timeout, self._elastic.watchdog_timeout, round_trip_s
-            )
+        if (elastic := self._elastic) and not self._monitor_frame:
+            timeouts = plan_heartbeat_timeouts(elastic.heartbeat_timeout, elastic.watchdog_timeout, round_trip_s)
             self._monitor_frame = {"op": "monitor", **asdict(timeouts)}
             self._server.send_to_guardians(self._monitor_frame)
             self._emit_notice(

@@ -135,6 +135,7 @@ class CoordinatorProcess:
             secret=self._secret,
             world_size=self._spec.world_size,
             emit=report.publish,
+            flush=report.flush,
             timeouts=self._spec.timeouts,
             elastic=self._spec.elastic,
             own_info=self._spec.own_info,

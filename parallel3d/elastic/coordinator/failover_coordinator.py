@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,8 @@ class FailoverCoordinator(Coordinator):
         quorum = self._check_quorum()
         if quorum.has_quorum and base:
             self._resume(base)
+        elif quorum.has_quorum and self._let_go("finished"):
+            self._complete()
         else:
             self._give_up(quorum.reason or "no remaining worker has begun to train")
         for connection, header, payload in self._deferred:
@@ -143,8 +145,7 @@ class FailoverCoordinator(Coordinator):
         membership = self._membership = self._manage(protocol)
         self._status.mark_gone(self._status.workers.keys() & base.draining)  # they leave once they get its commit
         self._readmit(membership, protocol)
-        report = self._open_report()
-        self._emit_record = report.publish
+        report = self._begin_report()
         protocol.last_reported_step = self._last_published["step"] = max(base.last_reported_step, report.last_step)
         self._last_published["evaluation"] = report.last_evaluation
         self._drains.find_recorded = report.recorded_preemptions
@@ -171,13 +172,36 @@ class FailoverCoordinator(Coordinator):
         lost += [LostWorker(rank=rank, why="drained") for rank in sorted(protocol.live & self._let_go("drained"))]
         membership.recovery_log.begin(self._lost_s)
         if protocol.live & self._let_go("finished"):
-            protocol.over = True
-            membership.execute([FinishRun(ranks=tuple(sorted(protocol.live)))])
+            self._finish_run(membership)
         if lost:
             membership.evict(lost)
         elif not protocol.over:
             why = f"the coordinator moves to {self._lost_host}" if is_move else None
             membership.execute(protocol.begin(why or f"the coordinator on {self._lost_host} is lost"))
+
+    def _on_worker_exits(self, guarded_ranks: Collection[int], ends: Sequence[dict[str, Any]]) -> None:
+        """As for any coordinator, and some may have said hello here while they ended: the old one had let them go."""
+        membership = self._elastic_membership
+        if membership and not membership.protocol.over and membership.protocol.live & _let_go("finished", ends):
+            self._finish_run(membership)
+        super()._on_worker_exits(guarded_ranks, ends)
+
+    def _finish_run(self, membership: MembershipManager) -> None:
+        """Lets all workers of a run end whose last step is done, as the old coordinator knew."""
+        membership.protocol.over = True
+        membership.execute([FinishRun(ranks=tuple(sorted(membership.protocol.live)))])
+
+    def _begin_report(self) -> RunReporter:
+        report = self._open_report()
+        self._emit_record, self._flush_records = report.publish, report.flush
+        return report
+
+    def _complete(self) -> None:
+        """Ends a run whose workers have all ended, let go by the old coordinator: only its summary is missing."""
+        report = self._begin_report()
+        self._status.restore_after_failover({}, report.last_step)
+        self._status.mark_gone(self._status.workers)
+        self._emit_notice(f"the coordinator on {self._lost_host} was lost after the run's last step")
 
     def _readmit(self, membership: MembershipManager, protocol: ResumedProtocol) -> None:
         """Takes over spares, and workers on their way into the run; those that are ready enter at the first change."""
@@ -244,7 +268,7 @@ class FailoverCoordinator(Coordinator):
     def _let_go(self, permission: str) -> set[int]:
         """The workers that the old coordinator has let go: all, since it had finished the run, or those that were
         drained, of whose generation no other worker may have learnt that it was committed."""
-        return {end["rank"] for end in self._ends() if end["exit_code"] == 0 and end["permission"] == permission}
+        return _let_go(permission, self._ends())
 
     def _committed_generations(self) -> dict[int, int]:
         """The newest committed generation that each worker knows."""
@@ -267,3 +291,7 @@ class FailoverCoordinator(Coordinator):
             if self._fetched is not None:
                 return self._fetched
         return None
+
+
+def _let_go(permission: str, ends: Iterable[dict[str, Any]]) -> set[int]:
+    return {end["rank"] for end in ends if end["exit_code"] == 0 and end["permission"] == permission}

@@ -56,6 +56,7 @@ class MembershipManager:
         kv_store: KeyValueStore,
         shutdown: Shutdown,
         emit: Callable[[dict[str, Any]], None],
+        flush: Callable[[], None],
         own_info: GuardianInfo | None,
         fences: Fences,
         build_s: float,
@@ -73,7 +74,7 @@ class MembershipManager:
         self._status = status
         self._kv_store = kv_store
         self._shutdown = shutdown
-        self._emit = emit
+        self._emit, self._flush_records = emit, flush
         self._own_info = own_info
         self._proposal: Propose | None = None
         """The newest."""
@@ -304,6 +305,7 @@ class MembershipManager:
                     self._emit({"kind": "notice", "text": text})
                     self._shutdown.stop_without([action.rank])
                 case FinishRun():
+                    self._flush_records()  # once they have ended, no worker can repeat a record to a new coordinator
                     self._finish([*action.ranks, *self.joins.take_spares()])
                     self._fences.kill(dict.fromkeys(building := self.joins.take_building(), "the run is over"))
                     self._status.mark_done(building)
