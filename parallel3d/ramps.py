@@ -25,29 +25,21 @@ compute-optimal training beyond fixed training durations").
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DecayShape = Literal["constant", "linear", "cosine", "1-sqrt"]
+from parallel3d.decay_shapes import find_shape
 
 LrUnit = Literal["updates", "tokens"]
-
-DECAY_SHAPES: Mapping[DecayShape, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
-    """Linear warmup from 0 to `peak`, then one of SHAPES down to `min_ratio * peak`."""
+    """Linear warmup from 0 to `peak`, then the shape `kind` (decay_shapes.py) down to `min_ratio * peak`."""
 
     peak: float
-    kind: DecayShape = "constant"
+    kind: str = "constant"
     warmup: int = 0
     warmup_unit: LrUnit = "updates"
     decay_begin: int = 0
@@ -69,7 +61,7 @@ class LrSchedule:
         return self.peak * position / self.warmup if position < self.warmup else self.peak
 
     def _decay_value(self, position: float) -> float:
-        shape = DECAY_SHAPES[self.kind](self._decay_progress(position))
+        shape = find_shape(self.kind)(self._decay_progress(position))
         if self.decay_form == "clamp":
             return self.peak * max(self.min_ratio, shape)
         return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * shape)

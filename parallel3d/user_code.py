@@ -58,10 +58,15 @@ def file_of_object(found: Any) -> Path:
 
 def installed(group: str) -> list[Any]:
     """The objects that installed packages offer in a group of entry points; one that can't be imported is a warning."""
+    return [found for _, found in installed_by_name(group)]
+
+
+def installed_by_name(group: str) -> list[tuple[str, Any]]:
+    """As `installed`, with the names of the entry points."""
     found = []
     for entry in _entry_points().select(group=group):
         try:
-            found.append(entry.load())
+            found.append((entry.name, entry.load()))
         except Exception as error:  # whatever the user's file raises
             warnings.warn(f"{group}: {entry.name} = {entry.value} can't be used: {explain(error)}", stacklevel=2)
     return found

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.ramps import DECAY_SHAPES, LrSchedule
+from parallel3d.decay_shapes import OUR_SHAPES
+from parallel3d.ramps import LrSchedule
 
 HLAT = LrSchedule(
     peak=3e-4, kind="cosine", warmup=2000, decay_begin=2000, decay_end=500_000, min_ratio=0.1, decay_form="clamp"
@@ -22,7 +23,7 @@ def ramps(draw: st.DrawFn) -> LrSchedule:
     decay_begin = warmup + draw(st.integers(0, 20))
     return LrSchedule(
         peak=draw(st.floats(1e-6, 1.0)),
-        kind=draw(st.sampled_from(sorted(DECAY_SHAPES))),
+        kind=draw(st.sampled_from(sorted(OUR_SHAPES))),
         warmup=warmup,
         decay_begin=decay_begin,
         decay_end=decay_begin + draw(st.integers(0, 50)),

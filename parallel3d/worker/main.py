@@ -45,7 +45,7 @@ from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import RecoveryManager
 from parallel3d.trainer.resume import resume, skip_data_to
-from parallel3d.user_code import load_object
+from parallel3d.user_code import file_of_object, load_object
 from parallel3d.worker.admission import admit, describe
 from parallel3d.worker.device import (
     are_own_devices,
@@ -135,7 +135,7 @@ def train_worker(
 
 
 def user_files(config: Config) -> list[Path]:
-    """The files of the user's own layers, schedule and update rule, which a worker that joins must have alike."""
+    """The files of the user's own layers, schedules and update rule, which a worker that joins must have alike."""
     found: list[Any] = []
     if config.model.module is not None:
         found.append(load_object(config.model.module, field="model.module"))
@@ -143,7 +143,9 @@ def user_files(config: Config) -> list[Path]:
         found.append(type(find_schedule(config.parallel.schedule)))
     if ":" in config.optimizer.kind:
         found.append(find_rule(config.optimizer.kind))
-    return [Path(getfile(each)) for each in found]
+    if ":" in config.lr_schedule.kind:
+        found.append(load_object(config.lr_schedule.kind, field="lr_schedule.kind"))
+    return [file_of_object(each) for each in found]
 
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:

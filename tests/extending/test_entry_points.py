@@ -14,8 +14,13 @@ from parallel3d.monitor.run_folder import METRICS, iterate_metrics
 from tests.extending.copies import ROOT
 
 EXTENDING = Path(__file__).parent
-FILES = {"update_rules": "ademamix", "schedules": "eager_1f1b", "families": "starcoder2"}
-NAMES = {"update_rules": "RULE", "schedules": "SCHEDULE", "families": "FAMILY"}
+FILES = {
+    "update_rules": "ademamix",
+    "schedules": "eager_1f1b",
+    "families": "starcoder2",
+    "lr_schedules": "exponential_decay",
+}
+NAMES = {"update_rules": "RULE", "schedules": "SCHEDULE", "families": "FAMILY", "lr_schedules": "halve_three_times"}
 SCRIPT = """
 import json, warnings
 with warnings.catch_warnings(record=True) as caught:
@@ -23,7 +28,9 @@ with warnings.catch_warnings(record=True) as caught:
     from parallel3d.config.load import load_config, resolve
 import sys
 config = resolve(load_config(sys.argv[1], ["optimizer.beta3=0.5"]), config_path="a")
-found = [config.optimizer.kind, config.optimizer.beta3, config.parallel.schedule, config.model.architecture]
+from parallel3d.decay_shapes import find_shape
+shape = find_shape(config.lr_schedule.kind)
+found = [shape(1.0), config.optimizer.kind, config.optimizer.beta3, config.parallel.schedule, config.model.architecture]
 print(json.dumps([*found, "torch" in sys.modules, [str(each.message) for each in caught]]))
 """
 
@@ -42,7 +49,7 @@ def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None
     site = tmp_path / "site"
     groups = [f"[parallel3d.{group}]\nmine = mine_{file}:{NAMES[group]}\n" for group, file in FILES.items()]
     broken = "[parallel3d.schedules]\nmine = mine_eager_1f1b:SCHEDULE\nbroken = mine_broken:SCHEDULE\n"
-    environment = installed_package(site, "\n".join([groups[0], broken, groups[2]]))
+    environment = installed_package(site, "\n".join([groups[0], broken, *groups[2:]]))
     for file in FILES.values():
         (site / f"mine_{file}.py").write_text((EXTENDING / f"{file}.py").read_text())
     (site / "mine_broken.py").write_text("\n1 / 0\n")
@@ -58,6 +65,7 @@ def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None
         "parallel": {"schedule": "eager-1f1b", "pp_size": 2},
         "batch": {"sequence_length": 8, "global_batch_size": 4, "micro_batch_size": 1},
         "optimizer": {"kind": "ademamix", "learning_rate": 0.1},
+        "lr_schedule": {"kind": "mine"},
         "run": {"num_steps": 2},
     }
     (tmp_path / "a.json").write_text(json.dumps(config))
@@ -65,7 +73,7 @@ def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     *found, has_torch, warnings = json.loads(done.stdout)
-    assert found == ["ademamix", 0.5, "eager-1f1b", "starcoder2"] and not has_torch
+    assert found == [0.125, "ademamix", 0.5, "eager-1f1b", "starcoder2"] and not has_torch
     (warning,) = warnings
     assert "parallel3d.schedules: broken = mine_broken:SCHEDULE" in warning
     assert "mine_broken.py, line 2" in warning and "ZeroDivisionError" in warning

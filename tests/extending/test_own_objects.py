@@ -13,18 +13,22 @@ import torch
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.errors import ConfigError, UserCodeError
 from parallel3d.pipeline.instructions import Op
+from parallel3d.trainer.learning_rate import build_lr_schedule
 from parallel3d.trainer.plans import build_grid, plan_schedule
 from parallel3d.worker.main import user_files
 from tests.support import tiny_runs
 
 HERE = Path(__file__).parent
 RULE, SCHEDULE = f"{HERE}/ademamix.py:RULE", f"{HERE}/eager_1f1b.py:EagerOneFOneB"
+DECAY = f"{HERE}/exponential_decay.py:halve_three_times"
 SETTINGS = dict(beta1=0.9, beta2=0.999, beta3=0.9999, alpha=4.0, eps=1e-8)
 
 
 def sections(alpha: float = 4.0, **parallel: object) -> dict[str, Any]:
     rule = dict(kind=RULE, rule_settings={"alpha": alpha}, learning_rate=0.01)
-    return dict(optimizer=rule, parallel=dict(schedule=SCHEDULE, **parallel), precision=dict(sums="exact"))
+    lr_schedule = dict(kind=DECAY, warmup_steps=0, decay_steps=4)
+    parallel_section = dict(schedule=SCHEDULE, **parallel)
+    return dict(optimizer=rule, lr_schedule=lr_schedule, parallel=parallel_section, precision=dict(sums="exact"))
 
 
 def test_they_train_like_one_process() -> None:
@@ -42,7 +46,10 @@ def test_they_are_those_of_the_files() -> None:
     plan = plan_schedule(config, build_grid(config), 8)
     (_, run), *_ = plan.runs
     assert [op for op, *_ in run.steps[0]].index(Op.BACKWARD) == 3  # 2 * 2 - 1; 1f1b's is 2
-    assert [file.name for file in user_files(config)] == ["eager_1f1b.py", "ademamix.py"]
+    assert [file.name for file in user_files(config)] == ["eager_1f1b.py", "ademamix.py", "exponential_decay.py"]
+    schedule, floor = build_lr_schedule(config), config.lr_schedule.min_ratio
+    expected = [0.01 * (floor + (1 - floor) * 0.5**exponent) for exponent in (0, 1.5, 3)]
+    assert [schedule.at(updates=step, tokens=0) for step in (0, 2, 4)] == pytest.approx(expected)
 
 
 def test_a_resolved_configuration_loads_again(tmp_path: Path) -> None:
@@ -105,6 +112,15 @@ MINE = """
 
     def failing():
         raise KeyError("no such thing")
+
+    def forgets(progress):
+        return {0.0: 1.0}[progress]
+
+    def grows(progress):
+        return 1 + progress
+
+    def breaks_late(progress):
+        return 1.0 if progress in (0.0, 0.25, 0.5, 0.75, 1.0) else 1 / 0
 """
 MISTAKES = [
     ("optimizer.kind", "mine.py:None", "module 'user_file_mine"),
@@ -124,6 +140,11 @@ MISTAKES = [
         "is Wrong, not a Schedule of parallel3d.pipeline.schedules.schedule with a name",
     ),
     ("parallel.schedule", "mine.py:Half", "TypeError: Can't instantiate abstract class Half"),
+    ("lr_schedule.kind", "cosin", "should be 'constant', 'linear', 'cosine' or '1-sqrt', or name an object of yours"),
+    ("lr_schedule.kind", "mine.py:failing", r"TypeError: failing\(\) takes 0 positional arguments"),
+    ("lr_schedule.kind", "mine.py:forgets", r"mine\.py, line 41, in forgets .*KeyError: 0.25"),
+    ("lr_schedule.kind", "mine.py:grows", "1.25 at progress 0.25 is not a share from 0 to 1"),
+    ("lr_schedule.kind", "math:sqrt", "TypeError"),
 ]
 
 
@@ -152,3 +173,6 @@ def test_errors_of_its_methods_name_its_line(mine: Path) -> None:
         UserCodeError, match=r"optimizer.kind mine: .*mine.py, line 35, in update_block .*no_such_setting"
     ):
         tiny_runs.train_in_threads(optimizer=dict(kind="mine.py:Wrong"))
+    own = tiny_runs.make_config(lr_schedule=dict(kind="mine.py:breaks_late", warmup_steps=0, decay_steps=3))
+    with pytest.raises(UserCodeError, match=r"lr_schedule.kind mine.py:breaks_late: .*mine.py, line 47, .*ZeroDiv"):
+        build_lr_schedule(own).at(updates=1, tokens=0)

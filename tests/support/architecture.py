@@ -34,6 +34,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.number_formats": -1,  # precision policies refer to them
     "parallel3d.families": -1,  # rows that the configuration reads
     "parallel3d.parallel.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
+    "parallel3d.decay_shapes": -1,  # the configuration takes names from it
     "parallel3d.ramps": 0,
     "parallel3d.backends": 0,
     "parallel3d.child_process": 0,
@@ -93,6 +94,7 @@ FLOORS: dict[str, int] = {
 PURE: tuple[str, ...] = (
     "parallel3d.errors",
     "parallel3d.user_code",
+    "parallel3d.decay_shapes",
     "parallel3d.ramps",
     "parallel3d.size_schedule",
     "parallel3d.backends",

@@ -240,8 +240,8 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
         ),
         "docs/extending.md": (
             not_run(
-                "parallel3d train --config FILE parallel.schedule=eager_1f1b:SCHEDULE "
-                "optimizer.kind=ademamix:RULE 'optimizer.rule_settings={\"alpha\": 4.0}'",
+                "parallel3d train --config FILE parallel.schedule=eager_1f1b:SCHEDULE lr_schedule.kind=exponential_"
+                "decay:halve_three_times optimizer.kind=ademamix:RULE 'optimizer.rule_settings={\"alpha\": 4.0}'",
                 "the modules are the user's",
                 "tests/extending/test_own_objects.py",
             ),

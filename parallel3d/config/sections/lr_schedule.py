@@ -7,16 +7,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from parallel3d.config.named import check_named, schema_of_names
 from parallel3d.config.rule import excludes, rule, too_large
 from parallel3d.config.sections.section import Fraction, Section
+from parallel3d.decay_shapes import SHAPE_NAMES, find_shape
 from parallel3d.errors import Problem
+
+LrScheduleName = Annotated[str, check_named(SHAPE_NAMES, find_shape), schema_of_names(SHAPE_NAMES)]
+"""One of SHAPE_NAMES, or "package:function"."""
 
 
 class LrScheduleConfig(Section):
     """The learning rate: linear warmup, a plateau, decay; in updates or in tokens trained."""
 
-    kind: Literal["constant", "linear", "cosine", "1-sqrt"] = "cosine"
-    """Shape after the warmup and the plateau. linear and 1-sqrt with a plateau_ratio are WSD (warmup-stable-decay)."""
+    kind: LrScheduleName = "cosine"
+    """Shape after the warmup and the plateau. linear and 1-sqrt with a plateau_ratio are WSD (warmup-stable-decay). Or
+    a function of your own as "package:function" (docs/extending.md)."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warmup from 0; at most decay_steps, if that is set. Excludes warmup_tokens."""
     warmup_tokens: PositiveInt | None = None
