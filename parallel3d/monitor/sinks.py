@@ -5,6 +5,7 @@ A record is a dict with "kind" (or "event"):
     step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   becomes a line of metrics.jsonl
     evaluation  step, loss
     notice      text
+    move        text, rank, coordinates: those that it had; part: what it builds now
     balance     text, step, slow: the replicas; step_share: planned time of a step, of that with the routes before
     membership  text, live, spare, lost: the workers from now on; places: those of the first grid; widths: of each stage
     diverged    step, reason, data
@@ -223,7 +224,7 @@ class RunReporter:
             case "evaluation":
                 self._display.log(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
                 self._append_event("evaluation", fields)
-            case "notice" | "drain" | "balance" | "preemption" as kind:
+            case "notice" | "move" | "drain" | "balance" | "preemption" as kind:
                 self._display.log(record["text"])
                 self._append_event(kind, fields)
             case "membership":

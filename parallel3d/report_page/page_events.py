@@ -16,7 +16,7 @@ from parallel3d.monitor.uptime import RunHistory
 from parallel3d.report_page.scales import MAX_POINTS, format_number
 
 Json = Mapping[str, Any]
-MESSAGES = ("notice", "drain", "balance", "preemption", "restart")
+MESSAGES = ("notice", "move", "drain", "balance", "preemption", "restart")
 """Events with a text for people."""
 
 

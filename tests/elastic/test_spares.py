@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -69,7 +70,12 @@ def test_a_spare_moves_to_another_stage(tmp_path):
     assert ended.steps == list(range(1, 201))
     joined = [[each["rank"] for each in change["joined"]] for change in ended.changes]
     assert joined == [[], [], [1, 4]] and ended.changes[-1]["widths"] == [2, 1], ended.changes
-    assert "rank 4 (pp1 dp0 tp0), now a spare, moves: it builds pp0 tp0" in ended.out
+    text = "rank 4 (pp1 dp0 tp0), now a spare, moves: it builds pp0 tp0"
+    assert text in ended.out
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (move,) = [line for line in lines if line.get("event") == "move"]
+    del move["time"]
+    assert move == {"event": "move", "text": text, "rank": 4, "coordinates": "pp1 dp0 tp0", "part": "pp0 tp0"}
     assert "rank 4 (pp0 dp0 tp0)" in ended.out
 
 

@@ -161,8 +161,7 @@ class MembershipManager:
 
     def start_joiners(self, now_s: float) -> None:
         """Has workers started for what is missing, and ends those that take too long."""
-        for text in self.joins.accept(self.protocol, now_s):
-            self._emit({"kind": "notice", "text": text})
+        self._emit_all(self.joins.accept(self.protocol, now_s))
         self._fences.kill(self.joins.overdue(now_s))
         self._held_since_s = None if not self.protocol.holds_back else self._held_since_s or now_s
         if self._held_since_s is not None and now_s - self._held_since_s >= self._join_wait_s:

@@ -14,6 +14,7 @@ ends before it is a member, or is late, costs the run nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
@@ -54,8 +55,9 @@ class WorkerJoins:
         self._spares.add(rank)
         return True
 
-    def accept(self, protocol: MembershipProtocol, now_s: float) -> list[str]:
-        """Has workers built or started for the parts that are missing, as far as there are any; returns notices."""
+    def accept(self, protocol: MembershipProtocol, now_s: float) -> list[dict[str, Any]]:
+        """Has workers built or started for the parts that are missing, as far as there are any; returns records of
+        moves."""
         workers = self._status.workers
         self._building = {rank: due_s for rank, due_s in self._building.items() if not workers[rank].ended}
         self._spares = {rank for rank in self._spares if not workers[rank].ended}
@@ -72,9 +74,9 @@ class WorkerJoins:
                 self._start(*self._offers.pop(0), part, now_s)
             else:
                 self._take(spare, part, now_s)
-        notices = self._move_spares(protocol, now_s)
+        records = self._move_spares(protocol, now_s)
         self._seen = self._state(protocol)
-        return notices
+        return records
 
     def overdue(self, now_s: float) -> Mapping[int, str]:
         """Returns workers that have had enough time to build their parts, and why they must end, once."""
@@ -142,15 +144,18 @@ class WorkerJoins:
     def _hosts(self) -> dict[int, str]:
         return {rank: self._status.workers[rank].host for rank in self._building}
 
-    def _move_spares(self, protocol: MembershipProtocol, now_s: float) -> list[str]:
-        """Has members without coordinates build other parts, where that makes replicas whole."""
-        notices = []
+    def _move_spares(self, protocol: MembershipProtocol, now_s: float) -> list[dict[str, Any]]:
+        """Has members without coordinates build other parts, where that makes replicas whole; returns the records."""
+        records = []
         while moves := protocol.choose_moves(self._built(), self._hosts()):
             for rank, part in moves.items():
-                notices.append(f"{self._status.name(rank)}, now a spare, moves: it builds pp{part[0]} tp{part[1]}")
+                target = f"pp{part[0]} tp{part[1]}"
+                text = f"{self._status.name(rank)}, now a spare, moves: it builds {target}"
+                before = self._status.workers[rank].coordinates
+                records.append({"kind": "move", "text": text, "rank": rank, "coordinates": before, "part": target})
                 protocol.release(rank)
                 self._take(rank, part, now_s)
-        return notices
+        return records
 
     def _take(self, rank: int, part: PartId, now_s: float) -> None:
         self._spares.discard(rank)
