@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel3d.elastic.worker import process
 from tests.support.member_processes import dawdle
+from tests.support.processes import write_step
 
 if TYPE_CHECKING:
     from parallel3d.trainer.loop import Phase
@@ -47,10 +48,15 @@ def slow_down(folder: Path, phase: str, step: int, context: process.WorkerContex
     from parallel3d.worker.hooks import WorkerHooks
 
     begin: Callable[..., Any] = WorkerHooks.begin
+    generations: dict[int, int] = {}
+    """Of each step that this worker has begun."""
 
     def begin_slowly(hooks: WorkerHooks, coming: Phase, number: int) -> None:
         begin(hooks, coming, number)
         if coming.value == "step":
+            generation = generations[number] = context.control.membership.membership_state()["committed_generation"]
+            if number > step + 1 and generations.get(number - 1) == generation:  # that one was not struck, but made
+                write_step(folder, context.rank, generation, number - 1)
             time.sleep(STEP_S)
         if context.rank == 1 and (coming.value, number) == (phase, step):
             dawdle(folder, context.rank, context.heartbeat.tick)

@@ -52,7 +52,7 @@ from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
-from tests.support.processes import write_pids
+from tests.support.processes import write_pids, write_step
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 BYTES_MOVED = 2**19
@@ -222,6 +222,7 @@ class Member:
             self.token.sleep(self.step_s)
             words = self.gather(record, f"step{step}")
             self.state = step
+            write_step(Path(sys.argv[1]), self.context.rank, record.generation, step)
             if self.context.rank == record.grid.ranks[0]:
                 step_s = time.monotonic() - started
                 self.context.control.publish({"kind": "step", "step": step, "loss": 8.0 / step, "step_s": step_s})

@@ -24,6 +24,12 @@ def write_pids(directory: Path, rank: int) -> None:
     unfinished.replace(directory / f"pid-{rank}")
 
 
+def write_step(directory: Path, rank: int, generation: int, step: int) -> None:
+    """Notes that this worker has made a step now."""
+    with (directory / f"steps-{rank}").open("a") as file:
+        file.write(f"{generation} {step} {time.monotonic():.4f}\n")
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -3,6 +3,10 @@
 A world of member_processes.py; rank 1 announces that it has come to the phase, and waits there for a moment. In the
 phases of a recovery the last rank has been killed before. Above the stubs there is no launcher, or a torchrun for each
 host.
+
+`commit` is the phase of the new groups as well, recovery_groups of real training (trainer/recovery.py): rank 1 has
+received the commit, while the others wait for it in the new generation's first exchange. Members have no groups that
+could be made.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 
 from tests.support.launch_runs import child_of
 from tests.support.member_processes import start, start_on_hosts, start_under_torchrun
+from tests.support.strike_clock import StrikeClock
 from tests.support.struck_worlds import MOMENTS_S, START_S, StruckWorld, has_own_traceback, parent_of
 
 POINTS = {"start": ("report", 0), "step": ("step", 5), "idle": ("step", 10)}
@@ -218,8 +223,9 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
         # a worker that has not connected yet would end otherwise
         world.await_files(["dawdling-1", *(f"pid-{rank}" for rank in range(math.prod(cell.layout)))])
         pid = _pid_of(cell, world)
-        if cell.process == STUB_AND_COORDINATOR:
-            coordinator = child_of(pid, "coordinator")
+        coordinator = child_of(pid, "coordinator") if cell.process == STUB_AND_COORDINATOR else None
+        clock = StrikeClock(world, pid)
+        if coordinator is not None:
             os.kill(pid, signal.SIGSTOP)
             os.kill(coordinator, signal.SIGKILL)
         world.strike(pid, cell.what)
@@ -231,6 +237,7 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
             world.kill_started(once_ended=cell.host)
         outputs = world.end(pid if cell.what == "STOP" and cell.process in ("stub", STUB_AND_COORDINATOR) else None)
         wrong = _wrong(cell, world, outputs)
+        clock.write(directory)
     except AssertionError as error:
         return f"{cell.name}: {error}"
     finally:

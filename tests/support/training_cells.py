@@ -19,6 +19,7 @@ from parallel3d.errors import CheckpointError
 from tests.support import dawdling_training
 from tests.support.launch_runs import metrics
 from tests.support.member_processes import free_port
+from tests.support.strike_clock import StrikeClock
 from tests.support.struck_worlds import MOMENTS_S, ROOT, StruckWorld, has_own_traceback, parent_of
 
 NUM_STEPS = 80
@@ -29,6 +30,7 @@ LOSS_TOLERANCE = 1e-5
 TORCHRUN = ("-m", "torch.distributed.run")
 HOSTS = "abc"
 CONTROL_S = 6.0
+HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def run_training_cell(cell: TrainingCell, directory: Path, text: Path, undisturb
     try:
         world.await_files(["dawdling-1"])
         pid = _pid_of(cell, world)
+        clock = StrikeClock(world, pid)
         world.strike(pid, cell.what)
         is_above = cell.process == "launcher" and cell.has_torchrun
         if cell.is_torchrun_without_end or (is_above and cell.hosts > 1):
@@ -126,6 +129,7 @@ def run_training_cell(cell: TrainingCell, directory: Path, text: Path, undisturb
         is_stopped = cell.process in ("launcher", "stub") and cell.what == "STOP" and not (is_above and cell.hosts > 1)
         outputs = world.end(pid if is_stopped else None)
         wrong = _wrong(cell, world, outputs, undisturbed)
+        clock.write(directory)
     except AssertionError as error:
         return f"{cell.name}: {error}"
     finally:
@@ -181,7 +185,7 @@ def _config(hosts: int, directory: Path, text: Path) -> dict[str, Any]:
         "elastic": {
             "control_timeout_s": CONTROL_S,
             "max_rejoins": 0,
-            "heartbeat_timeout": {"min_s": 1.0, "max_s": 1.0},  # ten times as long in these phases
+            "heartbeat_timeout": {"min_s": HEARTBEAT_S, "max_s": HEARTBEAT_S},  # ten times as long in these phases
         },
         "checkpoint": {"every": STRIKE_STEP, "keep_last": 99, "save_at_end": True},
         "run": {

@@ -1,0 +1,84 @@
+"""How long a run may take no notice of a strike, and how many seconds longer a run of the signal matrix took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parallel3d.elastic.frames import PING_S
+from parallel3d.elastic.guardian.heartbeat import SUSPENDED_FACTOR
+from parallel3d.elastic.stub import STUB_PATIENCE
+from tests.support import signal_cells, training_cells
+from tests.support.signal_cells import STUB_AND_COORDINATOR, SignalCell
+from tests.support.strike_clock import read_steps, read_strike, settled_s
+from tests.support.struck_worlds import MOMENTS_S
+from tests.support.training_cells import TrainingCell
+
+Cell = SignalCell | TrainingCell
+LIMIT_S = 1.0
+"""Beyond the patience; more is counted."""
+COMMITTED = {"start": -1, "idle": 1, "commit": 1}
+"""The generation that is committed at the strike; 0 in the other phases."""
+
+
+def patience_s(cell: Cell) -> float:
+    """The seconds after its strike in which a run need not have gone on, or ended: what docs/elastic.md states.
+
+    KILL    0: a death is seen at once, by waitpid and closed connections. PING_S for a torchrun: how often its stubs
+            look for it (stub.py)
+    STOP    of a worker its heartbeat timeout (heartbeat.py), SUSPENDED_FACTOR times that in an evaluation or a save,
+            control_s before it trains (guardian.py: stopped_s); of a guardian, coordinator or relay STUB_PATIENCE x
+            control_s, after which its stub kills it (stub.py); 0 of a stub or a torchrun, which delay nothing; of a
+            stub whose coordinator is lost failover_s, for which guardians look for the next one there
+            (coordinator_link.py)
+    CONT    as STOP, but no longer than the moment
+
+    Nothing is added for what follows: abort_grace_s and stop_grace_s are for workers that don't end when they should,
+    the rest of failover_s for hosts that can't be reached, and no run of the matrix has those.
+    """
+    is_torchrun = cell.process == "launcher" and cell.has_torchrun
+    if cell.what == "KILL":
+        return PING_S if is_torchrun else 0.0
+    return min(_stop_patience_s(cell), MOMENTS_S[cell.what] or float("inf"))
+
+
+def _stop_patience_s(cell: Cell) -> float:
+    is_training = isinstance(cell, TrainingCell)
+    spec = signal_cells.SPEC
+    control_s = training_cells.CONTROL_S if is_training else signal_cells.CONTROL_S
+    if cell.process == STUB_AND_COORDINATOR:
+        return float(spec["failover_s"])
+    if cell.process in ("stub", "launcher"):
+        return 0.0
+    if cell.process != "worker":
+        return STUB_PATIENCE * control_s
+    if cell.phase == "start":
+        return control_s
+    return training_cells.HEARTBEAT_S * SUSPENDED_FACTOR if is_training else float(spec["heartbeat_s"])
+
+
+def is_lost(cell: Cell) -> bool:
+    """Whether the run loses what was struck, and goes on in a new generation."""
+    if cell.what == "KILL" or cell.process == STUB_AND_COORDINATOR:
+        return True
+    moment_s = MOMENTS_S[cell.what] or float("inf")
+    return cell.process not in ("stub", "launcher") and moment_s > _stop_patience_s(cell)
+
+
+def excess_s(cell: Cell, directory: Path) -> float | None:
+    """The seconds beyond its patience that a run took until it went on, or had ended; None if that is not known.
+
+    From the strike on: that rank 1 stays in its phase for another 0.2 s counts, too.
+    """
+    strike = read_strike(directory)
+    if strike is None:
+        return None
+    is_above = cell.process in ("stub", "launcher", STUB_AND_COORDINATOR) and cell.what == "STOP"
+    seconds = settled_s(
+        strike,
+        read_steps(directory),
+        last_step=training_cells.NUM_STEPS - 1 if isinstance(cell, TrainingCell) else signal_cells.SPEC["num_steps"],
+        newer_than=COMMITTED.get(cell.phase, 0) if is_lost(cell) else -1,
+        must_end=is_lost(cell) and not (cell.process == STUB_AND_COORDINATOR and cell.what != "STOP"),
+        stays={*(strike.started if cell.has_torchrun else ()), *(strike.below[:1] if is_above else ())},
+    )
+    return None if seconds is None else seconds - patience_s(cell)
