@@ -126,6 +126,8 @@ class Guardian:
             self._selector.close()
 
     def _turn_s(self) -> float:
+        if not self._children and self._exit_code is not None:  # its last worker has ended in this turn
+            return 0.0
         seconds = CHECK_INTERVAL_S if self._monitor.active else TICK_S
         return min(RETRY_S, seconds) if self._link.is_searching else seconds
 
