@@ -202,16 +202,24 @@ def test_the_kernel_says_who_is_stopped():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-def test_a_worker_that_is_stopped_before_it_trains_is_killed():
+@pytest.mark.parametrize(
+    ("passes_s", "num_checks", "expected"),
+    [
+        (0.25, 14, "stopped for 4 s"),
+        (0.7, 5, "stopped for 4 s"),  # a turn that was cut short by something else
+        (60.0, 4, "stopped for 4 s"),  # a guardian that is stopped itself, too
+    ],
+)
+def test_a_worker_that_is_stopped_before_it_trains_is_killed(passes_s, num_checks, expected):
     sleeper = subprocess.Popen(["sleep", "60"])
     monitor = HeartbeatMonitor({sleeper.pid: HeartbeatPage(1).slot(0)}, stopped_s=3.0, clock=lambda: next(clock))
-    clock = itertools.count(1000.0)
+    clock = itertools.count(1000.0, passes_s)
     try:
-        assert [monitor.check([sleeper.pid]) for _ in range(10)] == [{}] * 10
+        assert [monitor.check([sleeper.pid]) for _ in range(11)] == [{}] * 11
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
-        seen = [list(monitor.check([sleeper.pid]).values()) for _ in range(4)]
-        assert seen == [[], [], [], ["stopped for 4 s"]]
+        seen = [list(monitor.check([sleeper.pid]).values()) for _ in range(num_checks)]
+        assert seen == [*[[]] * (num_checks - 1), [expected]]
     finally:
         sleeper.kill()
         sleeper.wait()

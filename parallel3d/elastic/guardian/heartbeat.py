@@ -41,8 +41,8 @@ STARVED_FACTOR = 4.0
 SUSPENDED_FACTOR = 10.0
 LATE_CHECKS = 3.0
 MISSED_BEATS = 3.0
-START_CHECK_S = 1.0
-"""Between two checks of workers that have not started to train."""
+START_CHECK_S = 0.5
+"""Between two checks of workers that have not started to train; a late one counts for two."""
 
 HeartbeatSlot: TypeAlias = "memoryview[float]"
 
@@ -210,9 +210,9 @@ class HeartbeatMonitor:
     ):
         self._slots = dict(slots)
         self._stopped_s = stopped_s
-        self._stopped_checks = dict.fromkeys(slots, 0)
-        """Checks in a row that have found a child stopped before it trains."""
-        self._next_start_check_s = 0.0
+        self._stopped_for_s = dict.fromkeys(slots, 0.0)
+        """How long checks in a row have found a child stopped before it trains."""
+        self._last_start_check_s = float("-inf")
         self._clock = clock
         self.timeouts: HeartbeatTimeouts | None = None
         self._since_s = self._last_check_s = 0.0
@@ -223,7 +223,7 @@ class HeartbeatMonitor:
 
     def add(self, pid: int, slot: HeartbeatSlot) -> None:
         """Monitors one more child."""
-        self._slots[pid], self._stopped_checks[pid] = slot, 0
+        self._slots[pid], self._stopped_for_s[pid] = slot, 0.0
 
     def begin(self, timeouts: HeartbeatTimeouts) -> None:
         """Sets the timeouts, as every coordinator does. Only the first time forgets earlier silence: else coordinators
@@ -250,17 +250,21 @@ class HeartbeatMonitor:
         return unresponsive
 
     def _check_starting(self, pids: Iterable[int]) -> dict[int, str]:
-        """Returns the children that have been stopped for too long before they train, counted in turns."""
+        """Returns the children that have been stopped for too long before they train. A late check, of a
+        guardian that was stopped itself, counts little."""
         now_s = self._clock()
-        if now_s < self._next_start_check_s:
+        passed_s = now_s - self._last_start_check_s
+        if passed_s < START_CHECK_S:
             return {}
-        self._next_start_check_s = now_s + START_CHECK_S
+        self._last_start_check_s = now_s
         stopped = {}
         for pid in pids:
             is_starting = read_heartbeat(self._slots[pid]).mode is Mode.STARTING
-            checks = self._stopped_checks[pid] = self._stopped_checks[pid] + 1 if is_starting and is_stopped(pid) else 0
-            if checks * START_CHECK_S > self._stopped_s:
-                stopped[pid] = f"stopped for {checks * START_CHECK_S:.0f} s"
+            before_s = self._stopped_for_s[pid]
+            counted_s = before_s + min(passed_s, 2 * START_CHECK_S) if is_starting and is_stopped(pid) else 0.0
+            self._stopped_for_s[pid] = counted_s
+            if counted_s > self._stopped_s:
+                stopped[pid] = f"stopped for {counted_s:.0f} s"
         return stopped
 
     def silent_s(self, pid: int) -> float | None:
