@@ -193,6 +193,7 @@ class Stub:
                 self._take_over(message)
             case "ended":
                 self._is_running, self._guardian_code = False, message["exit_code"]
+                self._early_request = None
 
     def _take_over(self, request: Message) -> None:
         """Starts a failover coordinator, unless one serves; kills one that is silent first.
@@ -237,9 +238,11 @@ class Stub:
         messages = child.receive()
         if messages is None:
             self._disconnect(child)
+        has_ended = any(message["op"] == "ended" for message in messages or ())
         for message in messages or ():
             if child is self._guardian:
-                self._on_guardian_message(message)
+                if not (has_ended and message["op"] == "take_over"):  # it has given up while this stub was stopped
+                    self._on_guardian_message(message)
             elif child is self._coordinator:
                 self._on_coordinator_message(message)
         return bool(messages)

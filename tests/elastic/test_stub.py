@@ -4,8 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from parallel3d.errors import EXIT_COORDINATOR_LOST
-from tests.support.early_request import ANSWERED, EXIT_CODE
+from tests.support.early_request import ANSWERED, COLLECTED, ENDED, EXIT_CODE
 
 
 def run_stub(*arguments: str) -> tuple[int, str]:
@@ -22,3 +24,9 @@ def test_a_request_that_comes_before_the_killed_coordinator_is_collected_is_kept
 def test_a_request_that_a_coordinator_has_answered_is_not_kept():
     """Its plan may be an old one when that coordinator is lost: the guardian asks again."""
     assert run_stub(ANSWERED) == (EXIT_COORDINATOR_LOST, "the run's coordinator is gone\n")
+
+
+@pytest.mark.parametrize("when", [[], [COLLECTED]])
+def test_a_request_of_a_guardian_that_has_given_up_is_void(when):
+    """A stub that was stopped would start a coordinator that no one needs, and wait for it."""
+    assert run_stub(ENDED, *when) == (EXIT_CODE, "")

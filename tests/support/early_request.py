@@ -1,7 +1,9 @@
 """A stub whose guardian asks for another coordinator before the stub can know that its own was killed; run as a script.
 
 Its exit code is EXIT_CODE, if the second coordinator is started at that request. With the argument `answered` the
-guardian has reached a coordinator between the two, so no other may be started. Nothing here depends on time: the stub
+guardian has reached a coordinator between the two, so no other may be started; with `ended` it has given up, as it does
+if the stub is stopped for so long, with EXIT_CODE; with `collected` as well the coordinator was collected before.
+Nothing here depends on time: the stub
 is stopped until all has been sent and the coordinator is a zombie.
 """
 
@@ -19,7 +21,7 @@ from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.stub import ChildPrograms, Message, Stub
 
 EXIT_CODE = 17
-ANSWERED = "answered"
+ANSWERED, ENDED, COLLECTED = "answered", "ended", "collected"
 REQUEST = {"op": "take_over", "failover_plan": "as the guardian knows it"}
 
 
@@ -42,7 +44,7 @@ class Programs(ChildPrograms):
             link.send({"op": "start", "secret": ""})
             os.write(self._to_guardian, f"{os.getpid()}\n".encode())
             signal.pause()  # until the guardian kills it
-        assert failover == REQUEST
+        assert failover == REQUEST and ENDED not in sys.argv
         link.send({"op": "done", "exit_code": EXIT_CODE})
         os.write(self._to_guardian, b"again\n")
         return 0
@@ -52,14 +54,23 @@ class Programs(ChildPrograms):
             pass
         words = os.fdopen(self._from_coordinators)
         coordinator, stub = int(words.readline()), os.getppid()
+        if COLLECTED in sys.argv:
+            os.kill(coordinator, signal.SIGKILL)
+            while Path(f"/proc/{coordinator}").exists():
+                time.sleep(0.001)
         os.kill(stub, signal.SIGSTOP)
         wait_for_state(stub, "T")
         link.send(REQUEST)
         if ANSWERED in sys.argv:
             link.send({"op": "located", "address": list(self.first_coordinator), "secret": ""})
-        os.kill(coordinator, signal.SIGKILL)
-        wait_for_state(coordinator, "Z")
+        if ENDED in sys.argv:
+            link.send({"op": "ended", "exit_code": EXIT_CODE})
+        if COLLECTED not in sys.argv:
+            os.kill(coordinator, signal.SIGKILL)
+            wait_for_state(coordinator, "Z")
         os.kill(stub, signal.SIGCONT)
+        if ENDED in sys.argv:
+            signal.pause()  # until the stub ends
         assert words.readline() == "again\n"
         link.send({"op": "ended", "exit_code": EXIT_CODE})
         signal.pause()  # until the stub ends
