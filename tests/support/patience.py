@@ -67,18 +67,20 @@ def is_lost(cell: Cell) -> bool:
 def excess_s(cell: Cell, directory: Path) -> float | None:
     """The seconds beyond its patience that a run took until it went on, or had ended; None if that is not known.
 
-    From the strike on: that rank 1 stays in its phase for another 0.2 s counts, too.
+    From the strike on: that rank 1 stays in its phase for another 0.2 s counts, too. A stub that is stopped keeps the
+    processes right below it, which wait to hand it their last words; its workers end.
     """
     strike = read_strike(directory)
     if strike is None:
         return None
     is_above = cell.process in ("stub", "launcher", STUB_AND_COORDINATOR) and cell.what == "STOP"
+    kept = {strike.below[0], *strike.children} if is_above else set()
     seconds = settled_s(
         strike,
         read_steps(directory),
         last_step=training_cells.NUM_STEPS - 1 if isinstance(cell, TrainingCell) else signal_cells.SPEC["num_steps"],
         newer_than=COMMITTED.get(cell.phase, 0) if is_lost(cell) else -1,
         must_end=is_lost(cell) and not (cell.process == STUB_AND_COORDINATOR and cell.what != "STOP"),
-        stays={*(strike.started if cell.has_torchrun else ()), *(strike.below[:1] if is_above else ())},
+        stays={*kept, *(strike.started if cell.has_torchrun else ())},
     )
     return None if seconds is None else seconds - patience_s(cell)

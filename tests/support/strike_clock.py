@@ -40,6 +40,8 @@ class Strike:
     struck_s: float
     below: list[int]
     """The struck process, and all below it."""
+    children: list[int]
+    """Those of them right below it."""
     started: list[int]
     """Those of the run's processes that its test has started."""
     ended_s: dict[int, float | None]
@@ -51,7 +53,8 @@ class StrikeClock:
 
     def __init__(self, world: StruckWorld, pid: int):
         pids = world.pids()
-        self._below = _below(pid, pids)
+        parents = _parents(pids)
+        self._below, self._children = _below(pid, parents), [child for child in parents if parents[child] == pid]
         self._started = [process.pid for process in world.processes]
         self._ended_s: dict[int, float | None] = dict.fromkeys(pids)
         self._is_over = False
@@ -63,7 +66,7 @@ class StrikeClock:
         """Ends the watch, and writes the strike into a file."""
         self._is_over = True
         self._thread.join()
-        strike = Strike(self._struck_s, self._below, self._started, self._ended_s)
+        strike = Strike(self._struck_s, self._below, self._children, self._started, self._ended_s)
         (directory / FILE).write_text(json.dumps(asdict(strike)))
 
     def _watch(self, ends: dict[int, int]) -> None:
@@ -121,12 +124,16 @@ def _open(pids: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def _below(top: int, pids: Iterable[int]) -> list[int]:
-    """`top`, and those of the processes that are below it."""
-    parents = {}
+def _parents(pids: Iterable[int]) -> dict[int, int]:
+    found = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            parents[pid] = parent_of(pid)
+            found[pid] = parent_of(pid)
+    return found
+
+
+def _below(top: int, parents: dict[int, int]) -> list[int]:
+    """`top`, and those of the processes that are below it."""
     found = [top]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]

@@ -11,7 +11,11 @@ from tests.support.training_cells import TrainingCell, all_training_cells
 
 STUB, GUARDIAN, WORKER = 1, 2, 3
 STRIKE = Strike(
-    struck_s=10.0, below=[GUARDIAN, WORKER], started=[STUB], ended_s={STUB: 30.0, GUARDIAN: 12.0, WORKER: 12.5}
+    struck_s=10.0,
+    below=[GUARDIAN, WORKER],
+    children=[WORKER],
+    started=[STUB],
+    ended_s={STUB: 30.0, GUARDIAN: 12.0, WORKER: 12.5},
 )
 BEFORE, OLD, NEW, LAST = Step(0, 4, 9.0), Step(0, 5, 10.5), Step(1, 6, 11.0), Step(1, 9, 20.0)
 
@@ -35,7 +39,7 @@ def test_seconds_until_a_run_has_settled(steps, newer_than, must_end, stays, exp
 
 
 def test_a_process_that_does_not_end():
-    strike = Strike(10.0, [WORKER], [], {WORKER: None})
+    strike = Strike(10.0, [WORKER], [], [], {WORKER: None})
     assert settled_s(strike, [LAST], last_step=9, newer_than=0, must_end=False, stays=[]) == 10.0
     for steps in ([LAST], []):
         assert settled_s(strike, steps, last_step=9, newer_than=0, must_end=True, stays=[]) is None
