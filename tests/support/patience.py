@@ -8,7 +8,7 @@ from parallel3d.elastic.frames import PING_S
 from parallel3d.elastic.guardian.heartbeat import SUSPENDED_FACTOR
 from parallel3d.elastic.stub import STUB_PATIENCE
 from tests.support import signal_cells, training_cells
-from tests.support.signal_cells import STUB_AND_COORDINATOR, SignalCell
+from tests.support.signal_cells import RECOVERY, STUB_AND_COORDINATOR, SignalCell
 from tests.support.strike_clock import read_steps, read_strike, settled_s
 from tests.support.struck_worlds import MOMENTS_S
 from tests.support.training_cells import TrainingCell
@@ -32,13 +32,21 @@ def patience_s(cell: Cell) -> float:
             (coordinator_link.py)
     CONT    as STOP, but no longer than the moment
 
-    Nothing is added for what follows: abort_grace_s and stop_grace_s are for workers that don't end when they should,
-    the rest of failover_s for hosts that can't be reached, and no run of the matrix has those.
+    failover_s is added where a side has no majority, and waits for other hosts before it ends
+    (failover_coordinator.py). abort_grace_s and stop_grace_s are not: they are for workers that don't end when they
+    should, and no run of the matrix has those.
     """
-    is_torchrun = cell.process == "launcher" and cell.has_torchrun
     if cell.what == "KILL":
-        return PING_S if is_torchrun else 0.0
+        notice_s = PING_S if cell.process == "launcher" and cell.has_torchrun else 0.0
+        return notice_s + (float(signal_cells.SPEC["failover_s"]) if _may_lack_majority(cell) else 0.0)
     return min(_stop_patience_s(cell), MOMENTS_S[cell.what] or float("inf"))
+
+
+def _may_lack_majority(cell: Cell) -> bool:
+    """Whether the first host may be lost when the third is out of the run. The stub below a torchrun that is killed in
+    a recovery may notice that only after its commit."""
+    phases = {"stub": ("commit",), "launcher": RECOVERY}.get(cell.process, ())
+    return (cell.hosts, cell.host) == (3, 0) and cell.phase in phases
 
 
 def _stop_patience_s(cell: Cell) -> float:
