@@ -1,4 +1,6 @@
-"""Connections that did not prove that they belong to the run (handshake.py), counted, with a notice once a minute."""
+"""Connections that did not prove that they belong to the run (handshake.py), counted, with a notice at most once a
+minute, and at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ class Rejections:
         self.number += 1
         self.address = address
 
-    def report(self, now_s: float) -> str:
-        """Returns a notice, at most one a minute; "" if there is nothing to say."""
-        if not self.number or now_s - self._reported_s < REPORT_EVERY_S:
+    def report(self, now_s: float, *, is_last: bool = False) -> str:
+        """Returns a notice, at most one a minute until the last; "" if there is nothing to say."""
+        if not self.number or (now_s - self._reported_s < REPORT_EVERY_S and not is_last):
             return ""
         plural = "" if self.number == 1 else "s"
         text = (

@@ -71,7 +71,7 @@ class SocketLinks(Links):
         accelerator: Accelerator | None = None,
         log: Callable[[str], None] = print,
     ):
-        """`log` gets a line about connections that were rejected, at most once a minute."""
+        """`log` gets a line about connections that were rejected, at most once a minute, and at the end."""
         self._rank = rank
         self._accelerator = accelerator
         self._generation = generation
@@ -329,12 +329,15 @@ class SocketLinks(Links):
         with self._changed:
             sockets, self._sockets = self._sockets, []
             streams, self._streams = self._streams, []
+            rejected = self._rejections.report(time.monotonic(), is_last=True)
             self._changed.notify_all()
         for each in (*sockets, *streams):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         for each in sockets:
             each.close()
+        if rejected:
+            self._log(rejected)
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:

@@ -156,7 +156,7 @@ def test_a_frame_nested_too_deeply_is_not_a_frame():
         list(FrameReader().feed(struct.pack(">II", len(text), 0) + text))
 
 
-def test_rejections_are_reported_once_a_minute():
+def test_rejections_are_reported_once_a_minute_and_at_the_end():
     rejections = Rejections(to="the coordinator")
     assert rejections.report(0.0) == ""
     rejections.add("10.0.0.7")
@@ -165,6 +165,9 @@ def test_rejections_are_reported_once_a_minute():
         rejections.add("10.0.0.8")
     assert rejections.report(REPORT_EVERY_S - 1) == ""
     assert "rejected 3 connections" in (text := rejections.report(REPORT_EVERY_S)) and "from 10.0.0.8" in text
+    rejections.add("10.0.0.9")
+    assert "rejected 1 connection to" in rejections.report(REPORT_EVERY_S, is_last=True)
+    assert rejections.report(REPORT_EVERY_S, is_last=True) == ""
 
 
 @pytest.mark.parametrize(("words", "num_rejected"), [(REQUEST + bytes(NONCE_BYTES), 0), (b"", 1), (b"?", 1)])

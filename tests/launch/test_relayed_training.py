@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[2]
 NEVER, HELD, FOUR, FIVE = "never", "step", 4, 5
 
 
-def start_ranks(config_file, run, relay_from, held=NEVER):
+def start_ranks(config_file, run, relay_from, held=NEVER, *more):
     """One stub for each rank, from the variables that a launcher sets; steps take 0.1 s more. With HELD, rank 1 waits
     after STRIKE_STEP until the file `struck` is there, so that the run can't end before the test has looked at it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    settings = (f"run.num_steps={NUM_STEPS}", "precision.sums=exact", f"elastic.relay_from={relay_from}")
+    settings = (f"run.num_steps={NUM_STEPS}", "precision.sums=exact", f"elastic.relay_from={relay_from}", *more)
     holding = [str(run.parent), held, str(STRIKE_STEP + 1)]
     script = [sys.executable, "-m", "tests.support.dawdling_training", *holding, HOSTS]
     command = [*script, "--config", str(config_file), *settings]

@@ -124,7 +124,7 @@ class Coordinator:
                 self._drains.turn(self._elastic_membership, self._live)
                 self._check_slow_step()
                 self._check_stalls()
-                if rejected := self._server.rejections.report(time.monotonic()):
+                if rejected := self._server.rejections.report(time.monotonic(), is_last=self._status.over):
                     self._emit_notice(rejected)
             if self._membership:
                 self._membership.close()

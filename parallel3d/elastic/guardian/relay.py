@@ -199,13 +199,13 @@ class Relay:
             return
         if self._link.num_unsent_bytes <= MAX_UNSENT_BYTES:
             server.poll(0.0)
-        if rejected := server.rejections.report(time.monotonic()):
-            print(rejected, file=sys.stderr, flush=True)
         for frame in server.take_up():
             self._link.send_encoded(frame)
         self._watch(server, self._link.num_unsent_bytes <= MAX_UNSENT_BYTES)
         if not server.guardians and (server.had_guardians or time.monotonic() > self._deadline_s):
             self.is_over = True
+        if rejected := server.rejections.report(time.monotonic(), is_last=self.is_over):
+            print(rejected, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Sends what is still to be sent, and closes all."""
