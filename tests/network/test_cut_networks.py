@@ -193,7 +193,7 @@ def test_a_delay_of_200_ms_is_only_slow(start, undisturbed, num_hosts, launcher)
     run.network.weather = Weather(delay_s=0.2)
     ended = run.end()
     assert run.steps() == [1, 2, 3, 4] and not run.changes(), ended
-    assert launcher == "torchrun" or codes(ended) == [0] * num_hosts  # torchruns are killed at the end
+    assert codes(ended) == [0] * num_hosts, ended
     assert run.losses() == pytest.approx(undisturbed[:4], rel=0.2)  # another learning rate schedule
 
 
@@ -214,8 +214,7 @@ def test_thirty_percent_loss_ends_in_a_documented_way(start, num_hosts, launcher
     run.network.weather = Weather()
     ended = run.end()
     assert run.steps() == list(range(1, len(run.steps()) + 1))
-    if launcher == "variables":  # torchruns are killed at the end
-        assert set(codes(ended)) <= {0, 3, 4} and (0 in codes(ended)) == (NUM_STEPS in run.steps()), ended
+    assert set(codes(ended)) <= {0, 3, 4} and (0 in codes(ended)) == (NUM_STEPS in run.steps()), ended
 
 
 @pytest.mark.full
@@ -239,7 +238,8 @@ def test_a_flapping_link(start, undisturbed, down_s):
 @pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("event, number", [("cut", 3), ("kill", 3), ("cut", 1)])
 def test_under_torchrun_training_goes_on_without_a_host(start, undisturbed, event, number):
-    """Host 1 has the rendezvous store, too: the torchruns that can't reach it only wait for minutes."""
+    """Host 1 has the rendezvous store, too: the torchruns that can't reach it only wait for minutes, after their
+    stubs have ended."""
     run = start(3, "torchrun")
     run.wait_for_step(5)
     if event == "cut":
@@ -247,6 +247,8 @@ def test_under_torchrun_training_goes_on_without_a_host(start, undisturbed, even
     else:
         run.network.hosts[number - 1].kill_all()
     ended = run.end()
+    lost_code = 4 if event == "cut" else -signal.SIGKILL
+    assert codes(ended) == [lost_code if host == number else 0 for host in (1, 2, 3)], ended
     assert_one_side_finished(run, ended, undisturbed)
     assert lost_ranks(run) == [number - 1]
 

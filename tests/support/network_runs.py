@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -24,13 +25,17 @@ TIMEOUT_S = 300
 CONTROL_S = 6.0
 """Patience with silent hosts and cut paths."""
 LAUNCHERS = ("variables", "torchrun")
+RECORDED_EXIT = str(Path(__file__).with_name("recorded_exit.py"))
+ENDS_HERE = "the run can't go on here: this side reaches "
+"""What a user reads on a host that has been left behind, whose exit code is 4."""
+SEEN_BY_TORCHRUN = re.compile(r"exitcode *: (-?[0-9]+)")
 OWN_FRAME = re.compile(r'File "(?![^"]*site-packages)[^"]*/parallel3d/')
 """In a traceback of ours. torchrun has its own: a child has failed, or its store can't be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the processes of one host have ended."""
+    """How the process of one host's rank, the stub, has ended, also under torchrun."""
 
     code: int
     out: str
@@ -90,7 +95,7 @@ class NetworkRun:
         self.wait_until(lambda: not any(_writes_to(pid, log) for pid in host.pids()), f"the end of rank {rank}")
 
     def end(self) -> list[Ended]:
-        """Waits for all hosts; none may keep a process of the run.
+        """Waits for all hosts; none may keep a process of the run, and each says how it has ended.
 
         torchrun's own processes are killed once training has ended: without its store one waits for minutes.
         """
@@ -102,10 +107,21 @@ class NetworkRun:
             for host in self.network.hosts:
                 host.kill_all()
         outs = [process.communicate(timeout=20)[0] for process in self.processes]
-        ended = [Ended(code=process.returncode, out=out) for process, out in zip(self.processes, outs)]
+        ended = [Ended(code=self._code(number), out=out) for number, out in enumerate(outs)]
         pattern = OWN_FRAME if self._launcher == "torchrun" else re.compile("Traceback")
         assert not any(map(pattern.search, outs)), "\n".join(outs)
+        for each in ended:
+            assert (ENDS_HERE in each.out) == (each.code == 4), ended
+            if self._launcher == "torchrun":
+                assert {int(code) for code in SEEN_BY_TORCHRUN.findall(each.out)} <= {each.code}, ended
         return ended
+
+    def _code(self, number: int) -> int:
+        """The exit code of a host's stub, which torchrun does not pass on."""
+        if self._launcher != "torchrun":
+            return int(self.processes[number].returncode)
+        file = _exit_file(self._config, self.network.hosts[number])
+        return int(file.read_text()) if file.exists() else -signal.SIGKILL
 
     def _is_running(self, host: Host, process: subprocess.Popen[str]) -> bool:
         """Also before it has begun. A torchrun that has started training counts as long as that lasts."""
@@ -206,8 +222,12 @@ def _command(launcher: str, network: Network, host: Host, config: Path) -> list[
         *("--nnodes", str(len(network.hosts)), "--nproc_per_node", "1"),
         *("--rdzv_backend", "c10d", "--rdzv_id", "run"),
         *("--rdzv_endpoint", f"{network.hosts[0].address}:{RENDEZVOUS_PORT}", "--local_addr", host.address),
-        *train,
+        *(RECORDED_EXIT, str(_exit_file(config, host)), *train),
     ]
+
+
+def _exit_file(config: Path, host: Host) -> Path:
+    return config.with_name(f"exit-{host.name}")
 
 
 def _environment(launcher: str, network: Network, host: Host) -> dict[str, str]:
