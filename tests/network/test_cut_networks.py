@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.monitor.run_folder import SUMMARY
-from tests.support.network_runs import CONTROL_S, NUM_STEPS, Ended, NetworkRun
+from tests.support.network_runs import CONTROL_S, LAUNCHERS, NUM_STEPS, SEEN_BY_TORCHRUN, Ended, NetworkRun
 from tests.support.network_switch import Weather
 
 pytestmark = pytest.mark.slow
@@ -113,11 +113,13 @@ def test_two_hosts_reach_the_coordinator_but_not_each_other(start, undisturbed, 
 
 
 @pytest.mark.full
-def test_hosts_that_never_reach_each_other_are_named(start):
-    """As behind a firewall: the run ends instead of training on a part of its hosts."""
-    run = start(3, weather=Weather(cut=frozenset(DATA_PATHS["both directions"])))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_hosts_that_never_reach_each_other_are_named(start, launcher):
+    """As behind a firewall: the run ends instead of training on a part of its hosts. All reach torchrun's store."""
+    run = start(3, launcher, weather=Weather(cut=frozenset(DATA_PATHS["both directions"])))
     ended = run.end()
     assert codes(ended) == [3, 3, 3], ended
+    assert (launcher == "torchrun") == any(SEEN_BY_TORCHRUN.findall(each.out) for each in ended), ended
     assert "before the first step, host2 and host3 can't reach each other: does a firewall" in ended[0].out
     assert not run.steps()
 

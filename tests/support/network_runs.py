@@ -29,6 +29,7 @@ RECORDED_EXIT = str(Path(__file__).with_name("recorded_exit.py"))
 ENDS_HERE = "the run can't go on here: this side reaches "
 """What a user reads on a host that has been left behind, whose exit code is 4."""
 SEEN_BY_TORCHRUN = re.compile(r"exitcode *: (-?[0-9]+)")
+"""The code of its stub, in what a torchrun says. One that waits for a store out of its reach has not looked yet."""
 OWN_FRAME = re.compile(r'File "(?![^"]*site-packages)[^"]*/parallel3d/')
 """In a traceback of ours. torchrun has its own: a child has failed, or its store can't be reached."""
 
