@@ -36,7 +36,7 @@ class WorkerModel(ModelTables):
         if phase == 0:
             if not worker.own and all(self._reached(world, worker, r, 4 * iteration) for r in share.group):
                 yield f"gets its reduced gradients of {iteration}", lambda: worker._replace(own=True)
-            if all(self._has_contributed(world, worker, r, iteration) for r in self.entry_ranks(worker.run, rank)):
+            if self.has_sum(world, rank, worker, iteration):
                 yield f"gets entry {iteration}", lambda: worker._replace(step=worker.step + 2)
         elif phase == 2 and worker.back:
             yield f"updates to {iteration}", lambda: self._update(rank, worker)._replace(step=worker.step + 1)
@@ -58,6 +58,11 @@ class WorkerModel(ModelTables):
         if other.run != worker.run:
             return False
         return other.step > 4 * iteration or (other.step == 4 * iteration and self.may_contribute(other))
+
+    def has_sum(self, world: World, rank: int, worker: Worker, iteration: int) -> bool:
+        """Whether a worker may hold the sum of the step's all-reduce: once all ranks in it have contributed."""
+        ranks = self.entry_ranks(worker.run, rank)
+        return all(self._has_contributed(world, worker, other, iteration) for other in ranks)
 
     def _can_gather(self, world: World, rank: int) -> bool:
         worker = world.workers[rank]
