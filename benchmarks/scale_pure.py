@@ -4,7 +4,8 @@
 
 Pipelines of 8 stages and 8 tensor-parallel ranks, 8 workers a host, ten workers lost on as many replicas; then as many
 join. Of the rows, the answers (reports and confirmations, to the commit), "survivable" and "admission" are the
-coordinator's, the others each worker's.
+coordinator's, the others each worker's. "pipeline plan" has eight micro-batches for each replica: the best of all
+candidates, its digest, which workers compare, and one worker's list.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.optim.reshard import plan_equal_ranges
 from parallel3d.optim.shard_map import ShardMap, plan_shard_maps
 from parallel3d.parallel.grid import Grid
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import choose_plan
+from parallel3d.pipeline.request import PlanRequest
 
 STAGES, TP, PER_HOST, NUM_LOST = 8, 8, 8, 10
 BUCKET_ELEMENTS = 1 << 22
+MICRO_BATCHES_EACH = 8
 
 
 def main() -> None:
@@ -49,6 +54,7 @@ def measure(num_workers: int) -> None:
         "answers after the losses": lambda: answer(protocol, second, dead),
         "survivable": lambda: check_survivability(grid, zero_stage=1, zero_backups=1, hosts=hosts, dead=dead),
         "new grid": lambda: grid.without(dead)[0].ranks,
+        "pipeline plan": lambda: plan_pipelines(grid, dead),
         "shard maps of a worker": lambda: maps_of(grid, hosts),
         "admission of joiners": lambda: admit(protocol, grid, hosts, dead),
         "answers with the joiners": lambda: answer_join(protocol, hosts),
@@ -107,6 +113,20 @@ def answer_join(protocol: MembershipProtocol, hosts: dict[int, str]) -> None:
         protocol.confirm(rank, generation, "the same plan")
     assert protocol.committed.generation == generation
     assert protocol.live == set(protocol.committed.grid.ranks), "all are in the grid again, the spares, too"
+
+
+def plan_pipelines(grid: Grid, dead: set[int]) -> None:
+    """Plans an iteration on the grid that is left as a worker does, with the defaults' schedule and candidates."""
+    smaller, _ = grid.without(dead)
+    request = PlanRequest(
+        replicas=smaller.replicas,
+        num_micro_batches=MICRO_BATCHES_EACH * len(grid.replicas[0]),
+        schedule="1f1b",
+        costs=StageCosts.equal(grid.pp_size),
+    )
+    plan = choose_plan(request, may_split=True, max_extra_in_flight=2)
+    at = smaller.coordinates(smaller.ranks[0])
+    assert plan.candidates and plan.digest and plan.lists[at.pp, at.dp]
 
 
 def maps_of(grid: Grid, hosts: dict[int, str]) -> ShardMap:

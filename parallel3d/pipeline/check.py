@@ -15,8 +15,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import accumulate, product, zip_longest
 
 from parallel3d.errors import ScheduleError
@@ -72,6 +72,13 @@ def check_plan(plan: Plan, slots: int, sizes: MessageSizes | None = None) -> Che
         peak_in_flight={replica: _peak_in_flight(steps) for replica, steps in plan.lists.items()},
         peak_bytes=_peak_bytes(plan, execution, sizes) if sizes else {},
     )
+
+
+def find_makespan(plan: Plan, replicas: Iterable[ReplicaId], *, slots: int) -> int:
+    """The end of the lists of these replicas alone, which are whole components of a correct plan; raises ScheduleError
+    if they get stuck."""
+    part = replace(plan, lists={replica: plan.lists[replica] for replica in replicas})
+    return max(_Execution(part, slots).clock.values())
 
 
 def _check_steps(plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from parallel3d.pipeline.check import check_plan
+from parallel3d.pipeline.check import find_makespan
 from parallel3d.pipeline.planner import Plan, choose_plan
 from parallel3d.pipeline.request import NORMAL, Pause, PlanRequest, no_pause
 
@@ -41,4 +41,8 @@ def choose_plan_for_slow(
 def true_makespan(plan: Plan, request: PlanRequest) -> int:
     """Time that the lists of `plan` take with the costs and the slowness of `request`."""
     timed = replace(plan, request=replace(plan.request, costs=request.costs, slowness=request.slowness))
-    return check_plan(timed, slots=request.slots).makespan
+    factors, chosen = timed.request.time_factors, {}
+    for component, run in plan.runs:  # of those that run alike one is enough
+        chosen[id(run), tuple(factors[replica] for replica in component.replicas)] = component
+    replicas = [replica for component in chosen.values() for replica in component.replicas]
+    return find_makespan(timed, replicas, slots=request.slots)

@@ -198,6 +198,20 @@ def test_knowing_a_very_slow_replica_is_not_slower_than_evicting_it(
     assert true_makespan(plan, request) <= evicted.makespan * NORMAL
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_plan_is_timed_by_one_component_of_each_kind(knows: bool):
+    """As by the lists of all replicas; pipelines that run alike in the plan may differ in the true times."""
+    slow = {(1, 2): 24, (2, 5): 40, (0, 9): 24}
+    whole = slow_request(3, 16, 64, slow)
+    slowness = (whole.slowness[0][:-1], *whole.slowness[1:])
+    request = replace(whole, replicas=lose(3, 16, (0, 15)), slowness=slowness)
+    plan = choose(request if knows else replace(request, slowness=()))
+    timed = replace(plan, request=replace(plan.request, slowness=request.slowness))
+    by_kinds, by_all = true_makespan(plan, request), check_plan(timed, slots=3).makespan
+    num_components, num_kinds = len(plan.runs), len({id(run) for _, run in plan.runs})
+    assert by_kinds == by_all and num_kinds < num_components
+
+
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2}
 
 
