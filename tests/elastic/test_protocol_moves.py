@@ -68,6 +68,7 @@ def test_a_successor_while_a_spare_moves(num_iterations: int, faults: dict[str, 
         pytest.param(uniform(1, 2), (), {"deaths": 1}, marks=pytest.mark.full),
         (uniform(1, 2), (), {}),
         pytest.param(uniform(1, 2), (), {"joins": 0, "drains": 1}, marks=pytest.mark.full),
+        pytest.param(uniform(1, 3), (), {"joins": 0, "deaths": 1}, marks=pytest.mark.full),
     ],
 )
 def test_the_reduction_leaves_no_takeover_out(grid: Grid, widths: tuple[int, ...], faults: dict[str, int]):
