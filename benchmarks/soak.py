@@ -3,8 +3,11 @@
     python benchmarks/soak.py --text FILE [--minutes 30] [--every 10] [--out build/soak.md] [flags of launch/train.py]
 
 The run is 2 stages x 3 replicas with exact sums, a stub for each worker as under a launcher. A strike kills (SIGKILL)
-or stops (SIGSTOP) a worker, a guardian or the coordinator. A worker is only struck if the run can do without it: its
-stage has another replica, and all earlier victims are out of the grid.
+or stops (SIGSTOP) a worker, a guardian, the coordinator or a stub, which is what a launcher has started. A worker, and
+what it lives below, is only struck if the run can do without it: its stage has another replica, and all earlier victims
+are out of the grid. In place of a killed stub another process joins the run (`--join`), as a machine's supervisor would
+start it; a stopped one goes on after some seconds. The stub above the coordinator is spared: on one host, as here, the
+run ends with it (docs/elastic.md).
 
 At the end every place must be taken; the losses must be, bit for bit, those of one undisturbed process that trains as
 many steps on the same text; and no process may have gained memory, threads or files beyond the bounds of
@@ -38,6 +41,8 @@ STRIKES = (
     ("stop", "guardian"),
     *(("kill", "coordinator"),) * 2,
     ("stop", "coordinator"),
+    *(("kill", "stub"),) * 2,
+    ("stop", "stub"),
 )
 """Drawn from: a kind of signal, a kind of process."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -131,7 +136,7 @@ def strike_until(
             event = Event(at_s=now_s - begun_s, what=f"{strike.kind} {strike.name}", step=run.last_step())
             events.append(event)
             print(f"{event.at_s:7.1f} s, step {event.step}: {event.what}; width {run.widths()}", flush=True)
-            carry_out(strike)
+            carry_out(strike, run)
         time.sleep(0.1)
 
 
@@ -139,23 +144,26 @@ def choose(run: ShotRun, draw: random.Random) -> Strike | None:
     """Draws a strike that the run can survive; None if there is none now."""
     kind, target = draw.choice(STRIKES)
     candidates = [process for process in run.processes() if process.role == target and process.is_running]
+    if target == "stub":
+        candidates = [process for process in candidates if process.pid not in run.stubs_of_coordinators()]
     if target != "coordinator":
         spared = run.indispensable()
         candidates = [process for process in candidates if process.rank is not None and process.rank not in spared]
     if not candidates:
         return None
     victim = draw.choice(sorted(candidates, key=lambda process: process.rank or 0))
-    if victim.rank is not None:
+    if victim.rank is not None and (kind, target) != ("stop", "stub"):  # which costs no worker
         run.note_victim(victim.rank)
-    name = {"rank": f"rank {victim.rank}", "guardian": f"the guardian of rank {victim.rank}"}.get(
-        target, "the coordinator"
-    )
+    above = {"guardian": "the guardian of ", "stub": "the stub of "}.get(target, "")
+    name = "the coordinator" if target == "coordinator" else f"{above}rank {victim.rank}"
     return Strike(kind=kind, name=name, pid=victim.pid)
 
 
-def carry_out(strike: Strike) -> None:
+def carry_out(strike: Strike, run: ShotRun) -> None:
     with contextlib.suppress(ProcessLookupError):  # it was on its way out
         os.kill(strike.pid, SIGNALS[strike.kind])
+    if "stub" in strike.name:
+        run.note_stub(strike.pid, is_stopped=strike.kind == "stop")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -30,6 +31,10 @@ UNDER_FIRE = (
     *(f"parallel.pp_size={PP_SIZE}", f"parallel.dp_size={DP_SIZE}", "run.num_steps=100000000"),
     *("elastic.max_rejoins=100000", "elastic.control_timeout_s=8", "checkpoint.every=100"),
 )
+STUB_STOPPED_S = 15.0
+REFUSED = 2
+"""Exit code of a process that can't join, for instance as no coordinator serves at this moment."""
+MAX_REFUSED = 100
 NOTICED_S = 40.0
 """Within it every loss is noticed and written, if a coordinator serves."""
 COORDINATES = re.compile(r"pp(\d+)")
@@ -45,7 +50,7 @@ class Process:
     role: str
     """stub, coordinator, guardian or rank."""
     rank: int | None
-    """The worker's number; a guardian's is that of its worker."""
+    """The worker's number; a guardian's and a stub's is that of its worker."""
     is_running: bool
     """Not stopped, and not a zombie."""
 
@@ -66,6 +71,12 @@ class ShotRun:
             port = server.getsockname()[1]
         self._output = open(folder / OUTPUT, "w")  # noqa: SIM115 (closed in end)
         self._stubs = [self._start(rank, port, flags) for rank in self._grid]
+        self._stopped_stubs: dict[int, float] = {}
+        """When each goes on, by its process."""
+        self._joined: set[int] = set()
+        """The processes that have joined in place of killed stubs."""
+        self.num_refused = 0
+        """Those that ended before the run had taken them in, and were started again."""
 
     def _start(self, rank: int, port: int, flags: list[str]) -> subprocess.Popen[bytes]:
         size = PP_SIZE * DP_SIZE
@@ -78,6 +89,16 @@ class ShotRun:
             stdout=self._output,
             stderr=self._output,
         )
+
+    def _join(self) -> subprocess.Popen[bytes]:
+        stub = subprocess.Popen(
+            [sys.executable, "launch/train.py", "--config", str(self.folder / "config.json"), "--join"],
+            cwd=ROOT,
+            stdout=self._output,
+            stderr=self._output,
+        )
+        self._joined.add(stub.pid)
+        return stub
 
     # --- what it has written ------------------------------------------------------------------------------------------
 
@@ -134,8 +155,11 @@ class ShotRun:
     def processes(self) -> list[Process]:
         """Returns the stubs and all below them."""
         found: list[Process] = []
-        for rank, stub in enumerate(self._stubs):
-            found += [Process(pid=stub.pid, role="stub", rank=rank, is_running=True), *_below(stub.pid)]
+        for stub in self._stubs:
+            below = _below(stub.pid)
+            rank = next((process.rank for process in below if process.role == "rank"), None)
+            is_running = stub.pid not in self._stopped_stubs
+            found += [Process(pid=stub.pid, role="stub", rank=rank, is_running=is_running), *below]
         return found
 
     def sample(self) -> Sample:
@@ -170,18 +194,43 @@ class ShotRun:
         return True
 
     def check_alive(self) -> None:
-        """Raises SystemExit if a launcher's process has ended."""
-        for rank, stub in enumerate(self._stubs):
-            if stub.poll() is not None:
-                raise SystemExit(f"the run has ended: stub {rank}, exit code {stub.returncode}:\n{self._tail()}")
+        """Lets stopped stubs go on, and starts what joins for killed ones. Raises SystemExit if another has ended."""
+        for pid in [pid for pid, until_s in self._stopped_stubs.items() if time.monotonic() >= until_s]:
+            self._go_on(pid)
+        for place, stub in enumerate(self._stubs):
+            code = stub.poll()
+            if code == -signal.SIGKILL:
+                self._stubs[place] = self._join()
+            elif code == REFUSED and stub.pid in self._joined and self.num_refused < MAX_REFUSED:
+                self.num_refused += 1
+                self._stubs[place] = self._join()
+            elif code is not None:
+                raise SystemExit(f"the run has ended: stub {place}, exit code {code}:\n{self._tail()}")
+
+    def note_stub(self, pid: int, *, is_stopped: bool) -> None:
+        """Takes notice that a stub has been stopped for a while, or killed."""
+        if is_stopped:
+            self._stopped_stubs[pid] = time.monotonic() + STUB_STOPPED_S
+
+    def stubs_of_coordinators(self) -> set[int]:
+        return {stub.pid for stub in self._stubs if any(each.role == "coordinator" for each in _below(stub.pid))}
+
+    def _go_on(self, pid: int) -> None:
+        del self._stopped_stubs[pid]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
     def press_ctrl_c(self) -> None:
+        for pid in list(self._stopped_stubs):
+            self._go_on(pid)
         for stub in self._stubs:
             stub.send_signal(signal.SIGINT)
 
     def await_end(self, timeout_s: float) -> list[int]:
-        """Waits until all stubs have ended; returns their exit codes."""
-        return [stub.wait(timeout_s) for stub in self._stubs]
+        """Waits until all stubs have ended; returns their exit codes, without the 0 of those that have joined: Ctrl-C
+        lets their workers leave."""
+        codes = {stub.pid: stub.wait(timeout_s) for stub in self._stubs}
+        return [code for pid, code in codes.items() if code or pid not in self._joined]
 
     def end(self) -> None:
         """Ends what is still there."""

@@ -85,7 +85,7 @@ def test_a_torchrun_and_an_srun_step_of_their_own_each_bring_a_worker(config_fil
     step = start("--config", run / "config.json", "--join")
     wait_for_change(run, 4)
     wait_for_step(run, len(metrics(run)) + 3)
-    stop(process, step)
+    stop(step, process)  # Ctrl-C where a worker has joined stops the run, too
     assert [change["live"] for change in changes(run)] == [3, 4, 3, 4]
     assert [[each["rank"] for each in change["joined"]] for change in changes(run)] == [[], [4], [], [5]]
     lines = metrics(run)

@@ -272,7 +272,8 @@ class Guardian:
             self._end_alone()
         if self._leaves and self._exit_code is None and not (self._children or self._forks.rejoins.is_pending):
             last = self._ends[-1]
-            if self._request or last["permission"] != "finished":  # else the run is over, and its exit code will come
+            is_drain = self._request is not None and self._request["op"] == "announce_drain"
+            if is_drain or last["permission"] != "finished":  # else the run is over, and its exit code will come
                 self._exit_code = last["exit_code"] if last["exit_code"] >= 0 else EXIT_WORKER_LOST
 
     def _end_alone(self) -> None:
