@@ -36,7 +36,8 @@ def move_bucket(
 ) -> tuple[list[Shard], int]:
     """Returns this rank's shards by the new map, and the bytes that it has received for them.
 
-    `number` names the bucket in messages. Shards whose range stays the same are kept.
+    `number` names the bucket in messages. Shards whose range stays the same are kept, if this rank holds it by the old
+    map: what a rank has from before that map is out of date.
     """
     # Every rank makes the same plan of moves from the two maps, and carries out those in which it is source or target.
     # First it sends all that others need; sends don't wait for their receiver (bounded=False), so no ring of ranks can
@@ -61,7 +62,9 @@ def move_bucket(
         if move.source == rank and move.target != rank:
             values = read_shards(bucket.shards, move.start, move.stop, with_master=with_master)
             links.send(move.target, header(move.stop - move.start), values, bounded=False)
-    kept = {(shard.span.start, shard.span.stop): shard for shard in bucket.shards}
+    held = {(span.start, span.stop) for span in _ranges(bucket, old, rank)}
+    by_span = {(shard.span.start, shard.span.stop): shard for shard in bucket.shards}
+    kept = {span: shard for span, shard in by_span.items() if span in held}
     spans = _ranges(bucket, new, rank)
     shards = [kept.get((span.start, span.stop)) or bucket.empty_shard(span) for span in spans]
     made = [shard for shard in shards if (shard.span.start, shard.span.stop) not in kept]

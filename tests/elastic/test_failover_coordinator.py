@@ -13,7 +13,13 @@ from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.frames import FrameReader, encode_frame, encode_from_workers
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
-from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.membership import (
+    GenerationRecord,
+    LogPosition,
+    LostWorker,
+    StateReport,
+    digest_entries,
+)
 from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.parallel.grid import Grid
@@ -128,6 +134,21 @@ class World:
                 self.received.setdefault(connection, []).append({**header, "payload": payload} if payload else header)
 
 
+def send_report(
+    worker: socket.socket, rank: int, generation: int, held: int, iteration: int, *, digest: str = ""
+) -> None:
+    """Reports to a change for a worker that holds its ranges by the committed generation `held`."""
+    report = StateReport(
+        rank=rank,
+        generation=generation,
+        state_generation=held,
+        position=LogPosition(iteration=iteration),
+        digest=digest,
+        host=HOSTS.get(rank, "d"),
+    )
+    worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
+
+
 def end_of(rank: int, exit_code: int, permission: str = "") -> dict[str, Any]:
     end = {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None, "step": 6}
     return {**end, "permission": permission}
@@ -156,15 +177,46 @@ def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all
     assert "lost rank 0: lost in step 6: its guardian on a is gone" in abort_generation["reason"]
     assert [frame["op"] for frame in world.receive(ahead, "abort_generation")] == ["abort_generation"]
     for rank, worker in ((1, first), (2, behind), (3, ahead)):
-        report = StateReport(
-            rank=rank, generation=7, state_generation=4, position=LogPosition(iteration=5), host=HOSTS[rank]
-        )
-        worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
+        send_report(worker, rank, 7, 4, 5)
     opened = decode_record(world.receive(first, "record")[-1]["payload"], record(4))
     assert world.fetched_from == [first]
     assert (opened.members, opened.last_reported_step, opened.previous) == ((1, 2, 3), 5, GRID)
     assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from generation 4"
     assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"
+
+
+def test_a_worker_whose_eviction_was_not_committed_is_a_member_again(world):
+    """The old coordinator took rank 3 for dead, since it lost its guardian, and rank 3 alone has the newest entry."""
+    for rank in (1, 2, 3):
+        world.guardian(rank)
+    workers = {rank: world.worker(rank, record(4), 4 if rank == 3 else 5) for rank in (1, 2, 3)}
+    entries = b"the entries up to 6"
+    for rank, worker in workers.items():
+        (abort_generation,) = world.receive(worker, "abort_generation")
+        assert abort_generation["generation"] == 6
+        newest, mine = (6, entries) if rank == 3 else (5, b"")
+        send_report(worker, rank, 6, 4, newest, digest=digest_entries(mine))
+    world.receive(workers[3], "fetch_entries")
+    workers[3].sendall(encode_frame({"op": "entries", "generation": 6}, entries))
+    sent, opened = world.receive(workers[1], "record")
+    assert (sent["op"], sent["payload"]) == ("entries", entries)
+    opened = decode_record(opened["payload"], record(4))
+    assert opened.members == opened.grid.ranks == (1, 2, 3) and opened.position == LogPosition(iteration=6)
+
+
+def test_a_joined_worker_whose_eviction_was_committed_joins_again_as_a_new_one(world):
+    """Its ranges of generation 2 count for nothing (test_reshard.py), whatever position it reports."""
+    for rank, joined in ((1, []), (2, []), (3, [9])):
+        world.guardian(rank, joined=joined)
+    workers = {rank: world.worker(rank, record(4), 4) for rank in (1, 2, 3)}
+    state = {"newest_generation": 2, "committed_generation": 2, "part": [0, 0], "is_ready": True}
+    workers[9] = world.connect(role="worker", ranks=[9], host="d", log="", membership_state=state)
+    for rank, worker in workers.items():
+        world.receive(worker, "abort_generation")
+        send_report(worker, rank, 5, *((2, 2) if rank == 9 else (4, 5)))
+    opened = decode_record(world.receive(workers[1], "record")[-1]["payload"], record(4))
+    assert opened.grid.ranks == (1, 2, 3, 9) and opened.joiners == (9,) and opened.state_source == 1
+    assert opened.position == LogPosition(iteration=5)
 
 
 def test_a_guardian_that_connects_twice_during_the_quorum_check_keeps_its_worker(world):
@@ -285,10 +337,7 @@ def test_a_drained_worker_does_not_end_the_run(world):
     assert abort_generation["generation"] == 6
     assert "lost rank 0" in abort_generation["reason"] and "lost rank 2: drained" in abort_generation["reason"]
     for rank, worker in zip((1, 3), waiting):
-        report = StateReport(
-            rank=rank, generation=6, state_generation=4, position=LogPosition(iteration=5), host=HOSTS[rank]
-        )
-        worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
+        send_report(worker, rank, 6, 4, 5)
     assert decode_record(world.receive(waiting[0], "record")[-1]["payload"], record(4)).members == (1, 3)
     assert not world.coordinator._status.failures
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from parallel3d.errors import ProtocolError
 from parallel3d.inprocess.world import run_threads
+from parallel3d.optim.bucket import Bucket
+from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import plan_shard_map
 from parallel3d.parallel.grid import Grid
 from tests.support.optimizer_ranks import NUM_STEPS, Rank, update_step
@@ -279,3 +281,67 @@ def test_phases_come_in_their_order():
     num_buckets = run_threads(2, body)[0]
     assert [name for name, _ in itertools.groupby(seen)] == ["reduce_scatter", "backup", "update", "all_gather"]
     assert seen.count("update") == num_buckets
+
+
+@pytest.mark.parametrize("zero_stage", [1, 0])
+def test_a_rank_that_comes_back_keeps_no_range_of_the_time_before(zero_stage):
+    """It was taken for dead while it ran on, the other one has trained without it, and now it joins as a new rank does.
+    Its old ranges have the spans of the new ones, and are of an earlier step."""
+    both = Grid.uniform(tp_size=1, pp_size=1, dp_size=2)
+    alone, _ = both.without({1})
+
+    def change(rank, generation, old, new, live):
+        old, new = rank.shard_maps_on(old), rank.shard_maps_on(new)
+        plan = ReshardPlan(generation=generation, old=old, new=new, live=live)
+        before = [bucket.owned for bucket in rank.buckets]
+        rank.optimizer.leave()
+        rank.optimizer.reshard(plan, rank.world.links(rank.rank, generation))
+        rank.optimizer.commit()
+        if rank.rank == 1 or zero_stage == 0:  # the ranges of rank 0 without ZeRO are the same, and up to date
+            is_kept = rank.rank == 0
+            assert all((bucket.owned is shard) == is_kept for bucket, shard in zip(rank.buckets, before))
+
+    def train(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=2, zero_stage=zero_stage, zero_backups=1)
+        rank.step(0)
+        if number == 0:
+            change(rank, 1, both, alone, {0})
+            rank.join(1, alone)
+            rank.optimizer.gather()
+            rank.step(1)
+        else:
+            rank.optimizer.start_from(2, Bucket.initial_shard)  # as joining.load_train_state does
+        change(rank, 2, alone, both, {0, 1})
+        rank.join(2, both)
+        rank.optimizer.gather()
+        for step in range(2, NUM_STEPS):
+            rank.step(step)
+        return rank.weights()
+
+    ((history, _),) = undisturbed(1, 2, "fp64")
+    for weights in run_threads(2, train):
+        assert all(torch.equal(weights[name], history[NUM_STEPS - 1][name]) for name in weights)
+
+
+def test_gradients_are_kept_until_a_change_is_committed():
+    """Rank 2 alone has the entry of step 1, and is taken for dead: the others build ranges without it. But before they
+    commit, the coordinator is lost, and rank 2 is a member again for its successor. Now they need that update."""
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=3, zero_backups=1)
+        rank.reduce(0)
+        rank.optimizer.leave()
+        if number == 2:
+            rank.optimizer.update_to(1, update_step(0))
+        else:
+            rank.move(1, rank.grid, {0, 1})
+        rank.optimizer.discard()
+        rank.optimizer.update_to(1, update_step(0))
+        rank.move(2, rank.grid, {0, 1, 2})
+        rank.regroup(2, rank.grid, {0, 1, 2})
+        rank.step(1)
+        return rank.weights()
+
+    expected = undisturbed(1, 3, "fp64")[0][0][1]
+    for weights in run_threads(3, body):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
