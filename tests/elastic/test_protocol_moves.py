@@ -251,9 +251,9 @@ class SuccessorForgetsDrains(TakeoverModel):
     def leaving(self, live: Mapping[int, Worker]) -> list[int]:
         return []
 
-    def _take_over(self, world: World, *, keeps_frames: bool) -> World:
+    def _take_over(self, world: World, *, keeps_frames: bool, late: tuple[int, ...] = ()) -> World:
         was_draining = [worker.draining for worker in world.workers]
-        world = super()._take_over(world, keeps_frames=keeps_frames)
+        world = super()._take_over(world, keeps_frames=keeps_frames, late=late)
         for rank, draining in enumerate(was_draining):
             world = self._put(world, rank, world.workers[rank]._replace(draining=draining))
         return world

@@ -73,9 +73,9 @@ class NotesFaults(TakeoverModel):
         self.requests.add(("death", *(worker.mode for worker in world.workers)))
         return super()._kill(world, rank)
 
-    def _take_over(self, world: World, *, keeps_frames: bool) -> World:
+    def _take_over(self, world: World, *, keeps_frames: bool, late: tuple[int, ...] = ()) -> World:
         self.requests.add(("takeover", *(worker.mode for worker in world.workers)))
-        return super()._take_over(world, keeps_frames=keeps_frames)
+        return super()._take_over(world, keeps_frames=keeps_frames, late=late)
 
 
 @pytest.mark.parametrize(
