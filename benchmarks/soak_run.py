@@ -227,10 +227,8 @@ class ShotRun:
             stub.send_signal(signal.SIGINT)
 
     def await_end(self, timeout_s: float) -> list[int]:
-        """Waits until all stubs have ended; returns their exit codes, without the 0 of those that have joined: Ctrl-C
-        lets their workers leave."""
-        codes = {stub.pid: stub.wait(timeout_s) for stub in self._stubs}
-        return [code for pid, code in codes.items() if code or pid not in self._joined]
+        """Waits until all stubs have ended; returns their exit codes."""
+        return [stub.wait(timeout_s) for stub in self._stubs]
 
     def end(self) -> None:
         """Ends what is still there."""
