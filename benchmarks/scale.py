@@ -147,7 +147,7 @@ def measure_takeover(size: Size) -> None:
     listener, secret = open_listener("127.0.0.1", 0), new_secret()
     hosts = tuple(sorted({guardian.host for guardian in size.guardians}))
     report: Any = SimpleNamespace(
-        last_step=0, last_evaluation=-1, publish=lambda record: None, recorded_preemptions=dict
+        last_step=0, last_evaluation=-1, publish=lambda record: None, flush=lambda: None, recorded_preemptions=dict
     )
     coordinator = FailoverCoordinator(
         listener,
