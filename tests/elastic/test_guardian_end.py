@@ -1,4 +1,4 @@
-"""A guardian ends in the turn in which its last worker does."""
+"""A guardian ends in the turn in which its last worker does, or when the run goes on without it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def test_a_guardian_does_not_wait_once_its_last_worker_has_ended(monkeypatch):
     with Signals() as signals:
         assert guardian_of(ended_worker(3), signals).monitor() == 3
     assert waits == [0.0]
+
+
+def test_a_guardian_that_comes_back_too_late_says_why_it_ends(capsys):
+    with Signals() as signals:
+        guardian = guardian_of(ended_worker(0), signals)
+        guardian._handle({"op": "over", "exit_code": 4, "why": "the run goes on without this process"}, b"")
+        assert guardian.monitor() == 4
+    assert capsys.readouterr().err == "guardian of rank 0: the run goes on without this process\n"
 
 
 def ended_worker(exit_code: int) -> ForkedWorker:

@@ -26,7 +26,10 @@ CONTROL_S = 6.0
 """Patience with silent hosts and cut paths."""
 LAUNCHERS = ("variables", "torchrun")
 RECORDED_EXIT = str(Path(__file__).with_name("recorded_exit.py"))
-ENDS_HERE = "the run can't go on here: this side reaches "
+LEFT_OUT = re.compile(
+    "the run can't go on here: this side reaches |the run goes on without this process: "
+    "|the run's coordinator is gone"
+)
 """What a user reads on a host that has been left behind and does not come back, whose exit code is 4."""
 SEEN_BY_TORCHRUN = re.compile(r"exitcode *: (-?[0-9]+)")
 """The code of its stub, in what a torchrun says. One that waits for a store out of its reach has not looked yet."""
@@ -111,8 +114,8 @@ class NetworkRun:
         ended = [Ended(code=self._code(number), out=out) for number, out in enumerate(outs)]
         pattern = OWN_FRAME if self._launcher == "torchrun" else re.compile("Traceback")
         assert not any(map(pattern.search, outs)), "\n".join(outs)
-        for each in ended if self._launcher == "torchrun" else ():
-            assert (ENDS_HERE in each.out) == (each.code == 4), ended
+        for each in ended:
+            assert bool(LEFT_OUT.search(each.out)) == (each.code == 4), ended
             assert {int(code) for code in SEEN_BY_TORCHRUN.findall(each.out)} <= {each.code}, ended
         return ended
 

@@ -217,6 +217,8 @@ class Guardian:
                 self._set_kill_deadline(header["grace_s"])
             case "over":
                 self._exit_code = header["exit_code"]
+                if why := header.get("why"):
+                    self._print(why)
                 self._link.end()
                 self._set_kill_deadline(self._timeouts.abort_grace_s)
 
