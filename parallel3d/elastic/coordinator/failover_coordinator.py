@@ -156,6 +156,8 @@ class FailoverCoordinator(Coordinator):
         here = self._guarded_ranks() - {end["rank"] for end in self._ends()}
         joining = {rank for rank in here if membership.is_joining(rank)}
         self._status.mark_gone(self._status.workers.keys() - protocol.live - joining)
+        evicted = here & self._server.workers.keys() - protocol.live - joining - set(base.draining)
+        self._stall_check.fences.kill(dict.fromkeys(evicted, "evicted before this coordinator took over"))
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
         is_move = self._failover_plan.is_move
         how = "with a new coordinator" if self._is_same_host else "without its coordinator"
