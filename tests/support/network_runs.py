@@ -31,6 +31,7 @@ LEFT_OUT = re.compile(
     "|the run's coordinator is gone"
 )
 """What a user reads on a host that has been left behind and does not come back, whose exit code is 4."""
+COMES_BACK = " comes back as rank "
 SEEN_BY_TORCHRUN = re.compile(r"exitcode *: (-?[0-9]+)")
 """The code of its stub, in what a torchrun says. One that waits for a store out of its reach has not looked yet."""
 OWN_FRAME = re.compile(r'File "(?![^"]*site-packages)[^"]*/parallel3d/')
@@ -115,7 +116,8 @@ class NetworkRun:
         pattern = OWN_FRAME if self._launcher == "torchrun" else re.compile("Traceback")
         assert not any(map(pattern.search, outs)), "\n".join(outs)
         for each in ended:
-            assert bool(LEFT_OUT.search(each.out)) == (each.code == 4), ended
+            last_words = each.out[each.out.rfind(COMES_BACK) :] if COMES_BACK in each.out else each.out
+            assert bool(LEFT_OUT.search(last_words)) == (each.code == 4), ended
             assert {int(code) for code in SEEN_BY_TORCHRUN.findall(each.out)} <= {each.code}, ended
         return ended
 
