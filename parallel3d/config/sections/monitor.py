@@ -31,7 +31,7 @@ class MonitorConfig(Section):
     page: bool = True
     """Write report.html, a page that shows the run without a network (docs/report.md), into its folder when the run
     ends. It takes about 0.1 s after 300 steps, and never fails a run; `parallel3d report --html` writes it any time."""
-    page_every_s: PositiveFloat | None = None
+    page_every_s: PositiveFloat | None = 300.0
     """Seconds between two pages while the run goes on, each written by a process of the lowest priority that needs
     about a second of one core. Null: at the end alone. Has no effect if page is false."""
     dollars_per_hour: PositiveFloat | None = None
