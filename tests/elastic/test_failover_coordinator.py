@@ -223,6 +223,20 @@ def test_without_a_quorum_nothing_is_opened(elastic_settings):
     assert world.serving.join(5).exit_code == 4
 
 
+def test_without_a_quorum_each_host_says_why(elastic_settings):
+    """The other host's guardian, whose terminal is not this coordinator's."""
+    world = World(elastic_settings, failover_s=0.3)
+    guardians = {rank: world.guardian(rank) for rank in (1, 2)}
+    worker = world.worker(1, record(4), 4)
+    world.receive(worker, "abort")
+    assert "why" not in world.receive(guardians[1], "over")[-1]
+    over = next(frame for frame in world.receive(guardians[2], "over") if frame["op"] == "over")
+    assert over["why"].startswith("the run has ended with exit code 4: the run can't go on here: this side reaches ")
+    for connection in world.readers:
+        connection.close()
+    assert world.serving.join(5).exit_code == 4
+
+
 def test_who_connects_after_the_quorum_check_has_been_evicted(world):
     for rank in (1, 2, 3):
         world.guardian(rank)

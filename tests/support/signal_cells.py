@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Collection
@@ -65,6 +66,9 @@ moment in which its stub notices that whether anything is agreed by then.
 RELAY_PROCESSES = ("launcher", "guardian", "coordinator", "worker", "relay")
 AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
 """How a member leaves a run that is over, or that it was evicted from (it may be killed while it says so)."""
+
+SAYS_WHY = "the run's coordinator is gone|the run can't go on|the run has ended with exit code|was (lost|killed)"
+"""What a host's terminal shows of a run that has failed."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +255,20 @@ def _wrong(cell: SignalCell, world: StruckWorld, outputs: list[str]) -> list[str
         *([f"exit codes {codes}, not {allowed_codes(cell)}"] if codes not in allowed_codes(cell) else []),
         *(text for text in outputs if (has_own_traceback(text) if cell.has_torchrun else "Traceback" in text)),
         *(log for log in world.logs() if "Traceback" in log and not any(end in log for end in AS_IT_ENDS)),
+        *([] if cell.has_torchrun else _silent_hosts(cell, world, outputs)),
         *_wrong_finishers(cell, world),
         *([f"left behind: {left}"] if (left := world.left_behind()) else []),
     ]
+
+
+def _silent_hosts(cell: SignalCell, world: StruckWorld, outputs: list[str]) -> list[str]:
+    """A run that fails says why on every host of which a process is left to say it."""
+    said: dict[int, bool] = {}
+    for rank, (process, output) in enumerate(zip(world.processes, outputs)):
+        if process.returncode > 0:
+            host = cell.host_of_rank[rank]
+            said[host] = said.get(host, False) or bool(re.search(SAYS_WHY, output))
+    return [f"host {host} ended without a word" for host, has_said in said.items() if not has_said]
 
 
 def _wrong_finishers(cell: SignalCell, world: StruckWorld) -> list[str]:

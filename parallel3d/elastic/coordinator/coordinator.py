@@ -130,10 +130,10 @@ class Coordinator:
                 self._membership.close()
             if not self._moved_to:
                 self._witness.mark(OVER)
-                code = self._status.outcome().exit_code
-                self._emit({"kind": "outcome", "exit_code": code})
+                outcome = self._status.outcome()
+                self._emit({"kind": "outcome", "exit_code": outcome.exit_code})
                 self._flush_records()  # a guardian that has the code asks for no other coordinator
-                self._server.send_to_guardians({"op": "over", "exit_code": code})
+                self._shutdown.end_guardians(outcome, own_host=self._own_info.host if self._own_info else "")
             deadline = time.monotonic() + SHUTDOWN_S
             while self._peers_left() and time.monotonic() < deadline:
                 self._poll(TICK_S)

@@ -6,9 +6,10 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.preemptions import Preemptions
-from parallel3d.elastic.coordinator.run_status import RunStatus
+from parallel3d.elastic.coordinator.run_status import RunOutcome, RunStatus
 from parallel3d.errors import EXIT_PREEMPTED
 
 
@@ -53,6 +54,20 @@ class Shutdown:
             self.aborting = True
             self._emit({"event": "failure", "text": self._status.failures[0].message})
             self._server.broadcast(self._abort_frame(self._abort_grace_s))
+
+    def end_guardians(self, outcome: RunOutcome, *, own_host: str) -> None:
+        """Has all guardians end with the run's exit code. After a failure, whose text this host's terminal gets, the
+        first guardian of each other host prints the first line of it there."""
+        over = {"op": "over", "exit_code": outcome.exit_code}
+        has_failed = bool(outcome.message) and self._status.stop_signal is None
+        speakers: dict[str, Connection] = {}
+        for connection in self._server.guardians() if has_failed and own_host else ():
+            speakers.setdefault(connection.hello["host"], connection)
+        speakers.pop(own_host, None)
+        for connection in speakers.values():
+            why = f"the run has ended with exit code {outcome.exit_code}: {outcome.message.splitlines()[0]}"
+            self._server.send(connection, {**over, "why": why})
+        self._server.send_to_guardians(over)
 
     def current_frames(self) -> list[dict[str, Any]]:
         """The frames that a late connection has missed."""
