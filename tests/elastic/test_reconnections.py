@@ -91,7 +91,8 @@ def test_a_guardian_that_connects_again_has_lost_its_workers_and_the_others_go_o
     reader, found = FrameReader(), []
     while "over" not in [header["op"] for header in found]:
         found += [header for header, _ in reader.feed(again.recv(10_000))]
-    assert {"op": "over", "exit_code": 4} in found
+    over = next(header for header in found if header["op"] == "over")
+    assert over["exit_code"] == 4 and "its guardian on host1 is gone" in over["why"]
     world.finish(first, second, staying, again)
 
 
