@@ -132,6 +132,10 @@ def add_matmul(
     """
     if wide or total.dtype is torch.float32 and _is_widened(a, library):
         a, b = a.to(total.dtype), b.to(total.dtype)
+    elif _is_widened(a, library):  # torch's own product into a bf16 total is not
+        product = torch.mm(a.float(), b.float())
+        total.copy_(product if overwrite else product.add_(total))
+        return
     is_onednn, formats = _fits_onednn(a, b, library), (total.dtype, a.dtype)
     if not is_onednn and formats[0] == formats[1]:
         if overwrite:

@@ -128,6 +128,8 @@ def test_products_of_widened_factors_are_rounded_once(size, is_out_given):
     narrow = torch.zeros(size[0], size[2], dtype=torch.bfloat16)
     add_matmul(narrow, a, b, "widened")
     assert torch.equal(narrow, exact.bfloat16())
+    add_matmul(narrow.fill_(3.0), a, b, "widened")
+    assert torch.equal(narrow, (exact + 3).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
