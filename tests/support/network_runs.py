@@ -27,8 +27,7 @@ CONTROL_S = 6.0
 LAUNCHERS = ("variables", "torchrun")
 RECORDED_EXIT = str(Path(__file__).with_name("recorded_exit.py"))
 LEFT_OUT = re.compile(
-    "the run can't go on here: this side reaches |the run goes on without this process: "
-    "|the run's coordinator is gone"
+    "the run can't go on here: this side reaches |the run goes on without this process: |the run's coordinator is gone"
 )
 """What a user reads on a host that has been left behind and does not come back, whose exit code is 4."""
 COMES_BACK = " comes back as rank "
@@ -116,8 +115,8 @@ class NetworkRun:
         pattern = OWN_FRAME if self._launcher == "torchrun" else re.compile("Traceback")
         assert not any(map(pattern.search, outs)), "\n".join(outs)
         for each in ended:
-            last_words = each.out[each.out.rfind(COMES_BACK) :] if COMES_BACK in each.out else each.out
-            assert bool(LEFT_OUT.search(last_words)) == (each.code == 4), ended
+            since_return = each.out.rpartition(COMES_BACK)[2]
+            assert bool(LEFT_OUT.search(since_return)) == (each.code == 4), ended
             assert {int(code) for code in SEEN_BY_TORCHRUN.findall(each.out)} <= {each.code}, ended
         return ended
 

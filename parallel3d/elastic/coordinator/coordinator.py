@@ -230,7 +230,7 @@ class Coordinator:
             connection.guarded_ranks = ranks
             self._server.send(connection, {"op": "welcome"})
             if gone and header.get("num_workers", 1):
-                self._server.send(connection, self._status.over_without(ranks))
+                self._shutdown.turn_away(connection)
                 return
         self._send_current_state(connection)
 

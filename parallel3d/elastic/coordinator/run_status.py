@@ -200,13 +200,12 @@ class RunStatus:
         host = self.workers[rank].host or "its host"
         return LostWorker(rank=rank, why=f"lost {self._where(rank)}: its guardian on {host} is gone")
 
-    def over_without(self, ranks: Iterable[int]) -> dict[str, Any]:
-        """Returns the frame by which a guardian ends that has come back too late: the run goes on without its ranks."""
+    def why_without(self, ranks: Iterable[int]) -> str:
+        """Says to a guardian that has come back too late why the run goes on without its ranks."""
         lost_workers = [self.workers[rank].lost_worker for rank in ranks]
         known = [self._describe_lost(lost_worker) for lost_worker in lost_workers if lost_worker is not None]
         why = "; ".join(known) or "it was taken for lost before this coordinator took over"
-        text = f"the run goes on without this process: {why}"
-        return {"op": "over", "exit_code": EXIT_COORDINATOR_LOST, "why": text}
+        return f"the run goes on without this process: {why}"
 
     def record_survived_loss(self, lost_worker: LostWorker) -> None:
         """Records a loss after which the run goes on."""

@@ -10,7 +10,7 @@ from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.preemptions import Preemptions
 from parallel3d.elastic.coordinator.run_status import RunOutcome, RunStatus
-from parallel3d.errors import EXIT_PREEMPTED
+from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_PREEMPTED
 
 
 class Shutdown:
@@ -55,6 +55,11 @@ class Shutdown:
             self._emit({"event": "failure", "text": self._status.failures[0].message})
             self._server.broadcast(self._abort_frame(self._abort_grace_s))
 
+    def turn_away(self, connection: Connection) -> None:
+        """Ends a guardian that has come back too late: the run goes on without its ranks."""
+        why = self._status.why_without(connection.guarded_ranks)
+        self._server.send(connection, {"op": "over", "exit_code": EXIT_COORDINATOR_LOST, "why": why})
+
     def end_guardians(self, outcome: RunOutcome, *, own_host: str) -> None:
         """Has all guardians end with the run's exit code. After a failure, whose text this host's terminal gets, the
         first guardian of each other host prints the first line of it there."""
@@ -67,7 +72,7 @@ class Shutdown:
         for connection in speakers.values():
             why = f"the run has ended with exit code {outcome.exit_code}: {outcome.message.splitlines()[0]}"
             self._server.send(connection, {**over, "why": why})
-        self._server.send_to_guardians(over)
+        self._server.send_to_guardians(over)  # encoded once for all; to those that have it already it says nothing new
 
     def current_frames(self) -> list[dict[str, Any]]:
         """The frames that a late connection has missed."""
