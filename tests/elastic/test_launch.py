@@ -56,7 +56,7 @@ def test_a_killed_worker_is_named_and_ends_the_run(tmp_path):
     log = tmp_path / "logs" / "rank-1.log"
     assert code == 3
     assert err == f"rank 1 (pp1 dp0 tp0) was killed by SIGKILL in step 7\n  log: {log}\n"
-    assert "GenerationEnded" in (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "rank 0 ends: rank 1 (pp1 dp0 tp0) was killed by SIGKILL" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 def test_the_first_cause_is_told_once_and_its_traceback_is_in_the_log(tmp_path):
@@ -131,7 +131,8 @@ def test_process_groups_meet_through_the_control_channel(tmp_path):
 def test_ranks_that_wait_for_a_group_leave_when_a_member_fails(tmp_path):
     code, _, err = end(start("half_built", tmp_path), tmp_path)
     assert code == 2 and "rank 2 (pp2 dp0 tp0), before the first step: DataError: no shard for rank 2" in err
-    assert "GenerationEnded" in (tmp_path / "logs" / "rank-0.log").read_text()  # not killed after its grace
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "rank 0 ends: rank 2 (pp2 dp0 tp0)" in log  # not killed after its grace
 
 
 def test_under_torchrun_the_guardians_meet_and_stay_light(tmp_path):

@@ -1,5 +1,6 @@
 """The signal matrix with real training: each process, the launcher's included, is stopped, stopped for a moment, or
-killed in an evaluation or a save. The run goes on, or ends with its documented code; no checkpoint is damaged.
+killed in an evaluation, a save, or a recovery that has just made its new groups. The run goes on, or ends with its
+documented code; no checkpoint is damaged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def losses(tmp_path_factory, text):
 @pytest.mark.sample(0, rest=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("has_torchrun", [False, True])
-def test_signals_in_evaluations_and_saves(tmp_path, text, losses, has_torchrun):
+def test_signals_in_training(tmp_path, text, losses, has_torchrun):
     def run(cell):
         return run_training_cell(cell, tmp_path / cell.name, text, losses)
 

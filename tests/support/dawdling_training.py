@@ -1,8 +1,8 @@
 """launch/train.py with slow steps, whose rank 1 waits in a phase until it is struck: FOLDER PHASE STEP HOSTS ARGUMENTS.
 
-PHASE is one of the training loop's (trainer/loop.py), STEP the one at which it begins; HOSTS has a letter for each
-rank, where it thinks that it is, or is "-". The files by which rank 1 and
-the test understand each other are those of member_processes.py, in FOLDER.
+PHASE is one of the training loop's (trainer/loop.py), and STEP the one at which it begins; or PHASE is a recovery's
+(trainer/recovery.py), the first one after STEP. HOSTS has a letter for each rank, where it thinks that it is, or is
+"-". The files by which rank 1 and the test understand each other are those of member_processes.py, in FOLDER.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def slow_down(folder: Path, phase: str, step: int, context: process.WorkerContex
     from parallel3d.worker.hooks import WorkerHooks
 
     begin: Callable[..., Any] = WorkerHooks.begin
+    enter_phase: Callable[..., Any] = WorkerHooks.enter_phase
     generations: dict[int, int] = {}
     """Of each step that this worker has begun."""
 
@@ -61,7 +62,13 @@ def slow_down(folder: Path, phase: str, step: int, context: process.WorkerContex
         if context.rank == 1 and (coming.value, number) == (phase, step):
             dawdle(folder, context.rank, context.heartbeat.tick)
 
+    def enter_slowly(hooks: WorkerHooks, coming: str) -> None:
+        enter_phase(hooks, coming)
+        if context.rank == 1 and coming == phase and (context.heartbeat.step or 0) > step:
+            dawdle(folder, context.rank, context.heartbeat.tick)
+
     WorkerHooks.begin = begin_slowly  # type: ignore[method-assign]
+    WorkerHooks.enter_phase = enter_slowly  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from tests.support import signal_cells, training_cells
 from tests.support.signal_cells import RECOVERY, STUB_AND_COORDINATOR, SignalCell
 from tests.support.strike_clock import read_steps, read_strike, settled_s
 from tests.support.struck_worlds import MOMENTS_S
-from tests.support.training_cells import TrainingCell
+from tests.support.training_cells import GROUPS, TrainingCell
 
 Cell = SignalCell | TrainingCell
 LIMIT_S = 1.0
 """Beyond the patience; more is counted."""
-COMMITTED = {"start": -1, "idle": 1, "commit": 1}
+COMMITTED = {"start": -1, "idle": 1, "commit": 1, GROUPS: 1}
 """The generation that is committed at the strike; 0 in the other phases."""
 
 
@@ -45,6 +45,8 @@ def patience_s(cell: Cell) -> float:
 def _may_lack_majority(cell: Cell) -> bool:
     """Whether the first host may be lost when the third is out of the run. The stub below a torchrun that is killed in
     a recovery may notice that only after its commit."""
+    if isinstance(cell, TrainingCell):
+        return cell.ends_all
     phases = {"stub": ("commit",), "launcher": RECOVERY}.get(cell.process, ())
     return (cell.hosts, cell.host) == (3, 0) and cell.phase in phases
 
@@ -61,7 +63,9 @@ def _stop_patience_s(cell: Cell) -> float:
         return STUB_PATIENCE * control_s
     if cell.phase == "start":
         return control_s
-    return training_cells.HEARTBEAT_S * SUSPENDED_FACTOR if is_training else float(spec["heartbeat_s"])
+    if is_training:
+        return training_cells.HEARTBEAT_S * (1.0 if cell.phase == GROUPS else SUSPENDED_FACTOR)
+    return float(spec["heartbeat_s"])
 
 
 def is_lost(cell: Cell) -> bool:

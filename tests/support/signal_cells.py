@@ -4,9 +4,8 @@ A world of member_processes.py; rank 1 announces that it has come to the phase, 
 phases of a recovery the last rank has been killed before. Above the stubs there is no launcher, or a torchrun for each
 host.
 
-`commit` is the phase of the new groups as well, recovery_groups of real training (trainer/recovery.py): rank 1 has
-received the commit, while the others wait for it in the new generation's first exchange. Members have no groups that
-could be made.
+`commit`: rank 1 has received it, while the others wait for rank 1 in the new generation's first exchange. Members have
+no groups that could be made; real training has (training_cells.py).
 """
 
 from __future__ import annotations
@@ -64,9 +63,6 @@ stopped at the start stays so through all phases. It isn't killed there on one o
 moment in which its stub notices that whether anything is agreed by then.
 """
 RELAY_PROCESSES = ("launcher", "guardian", "coordinator", "worker", "relay")
-AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
-"""How a member leaves a run that is over, or that it was evicted from (it may be killed while it says so)."""
-
 SAYS_WHY = "the run's coordinator is gone|the run can't go on|the run has ended with exit code|was (lost|killed)"
 """What a host's terminal shows of a run that has failed."""
 
@@ -254,7 +250,7 @@ def _wrong(cell: SignalCell, world: StruckWorld, outputs: list[str]) -> list[str
     return [
         *([f"exit codes {codes}, not {allowed_codes(cell)}"] if codes not in allowed_codes(cell) else []),
         *(text for text in outputs if (has_own_traceback(text) if cell.has_torchrun else "Traceback" in text)),
-        *(log for log in world.logs() if "Traceback" in log and not any(end in log for end in AS_IT_ENDS)),
+        *(log for log in world.logs() if "Traceback" in log),
         *([] if cell.has_torchrun else _silent_hosts(cell, world, outputs)),
         *_wrong_finishers(cell, world),
         *([f"left behind: {left}"] if (left := world.left_behind()) else []),

@@ -7,7 +7,7 @@ import pytest
 from tests.support.patience import Cell, is_lost, patience_s
 from tests.support.signal_cells import STUB_AND_COORDINATOR, SignalCell, all_signal_cells
 from tests.support.strike_clock import Step, Strike, read_steps, settled_s
-from tests.support.training_cells import TrainingCell, all_training_cells
+from tests.support.training_cells import GROUPS, TrainingCell, all_training_cells
 
 STUB, GUARDIAN, WORKER = 1, 2, 3
 STRIKE = Strike(
@@ -76,6 +76,9 @@ def test_steps_of_a_worker_that_was_killed_while_it_wrote(tmp_path):
         (TrainingCell(True, "launcher", "KILL", "save"), 1.0, True),
         (TrainingCell(False, "worker", "STOP", "save"), 10.0, True),
         (TrainingCell(False, "worker", "CONT 3", "save"), 3.0, False),
+        (TrainingCell(False, "worker", "STOP", GROUPS), 1.0, True),
+        (TrainingCell(True, "stub", "KILL", GROUPS, 3, 0), 5.0, True),
+        (TrainingCell(True, "stub", "KILL", GROUPS, 3, 1), 0.0, True),
     ],
     ids=lambda value: value.name if isinstance(value, Cell) else str(value),
 )

@@ -1,5 +1,5 @@
 """The cells of the signal matrix that need real training: the launchers, and every process below them, struck while
-rank 1 begins an evaluation or a save (dawdling_training.py).
+rank 1 begins an evaluation or a save, or is in a recovery whose new groups have just been made (dawdling_training.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from tests.support.struck_worlds import MOMENTS_S, ROOT, StruckWorld, has_own_tr
 
 NUM_STEPS = 80
 STRIKE_STEP = 16
-"""Both an evaluation and a save follow it."""
+"""Both an evaluation and a save follow it, and the loss of the last rank comes soon after it."""
+GROUPS = "recovery_groups"
+"""Rank 1 has the commit and the new groups; the other survivor waits for it in the first exchange over them."""
+PHASES = ("evaluate", "save", GROUPS)
 LOSS_TOLERANCE = 1e-5
 """fp32 sums in another order after a loss."""
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -35,7 +38,8 @@ HEARTBEAT_S = 1.0
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One run: two ranks on one host, or one on each of three.
+    """One run: two ranks on one host, or one on each of three; with GROUPS one more on the one host, and the last one
+    is killed.
 
     `launcher` is a process that was started. The stubs are that, too, where there is no torchrun above them.
     """
@@ -63,6 +67,16 @@ class TrainingCell:
         return self.what == "KILL" and self.process == ("stub" if self.has_torchrun else "launcher")
 
     @property
+    def num_ranks(self) -> int:
+        return max(self.hosts, 3 if self.phase == GROUPS else 2)
+
+    @property
+    def ends_all(self) -> bool:
+        """Whether the first of three hosts is lost when the last one is out of the run: the second is half of two."""
+        is_above = self.process in ("launcher", "stub") and self.what == "KILL"
+        return is_above and (self.hosts, self.host, self.phase) == (3, 0, GROUPS)
+
+    @property
     def is_torchrun_without_end(self) -> bool:
         """As in SignalCell."""
         is_above = self.process in ("launcher", "stub")
@@ -73,24 +87,27 @@ UNDISTURBED = TrainingCell(False, "launcher", "CONT 0.3", "never")
 
 
 def training_cells(has_torchrun: bool) -> list[TrainingCell]:
-    """On one host all cells without torchrun but moments, which are rarely more than a delay; with it, some."""
+    """On one host all cells without torchrun but moments, which are rarely more than a delay; with it, some. Some of
+    those with new groups."""
     phases = ("save",) if has_torchrun else ("evaluate", "save")
     processes = _processes(has_torchrun)
     lost = [TrainingCell(has_torchrun, *rest) for rest in itertools.product(processes, ("STOP", "KILL"), phases)]
     moments = ("stub",) if has_torchrun else processes
     evaluations = (("launcher", "KILL"), ("guardian", "STOP"), ("coordinator", "KILL")) if has_torchrun else ()
     lost += [TrainingCell(has_torchrun, process, what, "evaluate") for process, what in evaluations]
+    grouped = (("worker", "STOP"), ("coordinator", "KILL"))
+    lost += [TrainingCell(has_torchrun, process, what, GROUPS) for process, what in grouped]
     return [*lost, *(TrainingCell(has_torchrun, process, "CONT 3", "save") for process in moments)]
 
 
 def all_training_cells() -> list[TrainingCell]:
-    """Every process, on one host, and on the first and the second of three, in both phases."""
+    """Every process, on one host, and on the first and the second of three, in each phase."""
     return [
         TrainingCell(has_torchrun, process, what, phase, hosts, host)
         for has_torchrun, (hosts, host) in itertools.product((False, True), [(1, 0), (3, 0), (3, 1)])
         for process in _processes(has_torchrun)
         if host == 0 or process != "coordinator"
-        for what, phase in itertools.product(MOMENTS_S, ("evaluate", "save"))
+        for what, phase in itertools.product(MOMENTS_S, PHASES)
     ]
 
 
@@ -101,6 +118,8 @@ def _processes(has_torchrun: bool) -> tuple[str, ...]:
 def expected_codes(cell: TrainingCell) -> list[int]:
     """The exit code of each process that was started."""
     codes = [-signal.SIGKILL if cell.is_torchrun_without_end else 0] * cell.hosts
+    if cell.ends_all:
+        codes = [1 if cell.has_torchrun else 4] * cell.hosts
     if cell.what == "KILL" and cell.process == "launcher":
         codes[cell.host] = -signal.SIGKILL
     if cell.what == "KILL" and cell.process == "stub":
@@ -140,7 +159,7 @@ def run_training_cell(cell: TrainingCell, directory: Path, text: Path, undisturb
 def start_training(cell: TrainingCell, directory: Path, text: Path) -> list[subprocess.Popen[str]]:
     """Starts a small run in `directory`, the outputs piped."""
     config = directory / "config.json"
-    config.write_text(json.dumps(_config(cell.hosts, directory, text)))
+    config.write_text(json.dumps(_config(cell, directory, text)))
     hosts = HOSTS if cell.hosts > 1 else "-"
     script = [dawdling_training.__file__, str(directory), cell.phase, str(STRIKE_STEP), hosts, "--config", str(config)]
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -160,7 +179,7 @@ def start_training(cell: TrainingCell, directory: Path, text: Path) -> list[subp
 
 def _torchrun(cell: TrainingCell, host: int, port: str) -> list[str]:
     if cell.hosts == 1:
-        return [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
+        return [*TORCHRUN, "--standalone", "--nproc_per_node", str(cell.num_ranks)]
     place = {"nproc_per_node": 1, "nnodes": cell.hosts, "node_rank": host, "master_addr": "127.0.0.1"}
     return [*TORCHRUN, *(f"--{name}={value}" for name, value in {**place, "master_port": port}.items())]
 
@@ -173,11 +192,11 @@ def _variables(cell: TrainingCell, host: int, port: str) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
 
 
-def _config(hosts: int, directory: Path, text: Path) -> dict[str, Any]:
+def _config(cell: TrainingCell, directory: Path, text: Path) -> dict[str, Any]:
     model = dict(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     return {
         "model": model,
-        "parallel": {"pp_size": 1, "dp_size": max(2, hosts)},
+        "parallel": {"pp_size": 1, "dp_size": cell.num_ranks},
         "batch": {"global_batch_size": 4, "micro_batch_size": 1, "sequence_length": 16},
         "optimizer": {"learning_rate": 1e-2},
         "data": {"sources": [str(text)], "cache_directory": str(text.parent / "cache")},
@@ -185,6 +204,7 @@ def _config(hosts: int, directory: Path, text: Path) -> dict[str, Any]:
         "elastic": {
             "control_timeout_s": CONTROL_S,
             "max_rejoins": 0,
+            "faults": [{"rank": cell.num_ranks - 1, "step": STRIKE_STEP + 4}] if cell.phase == GROUPS else [],
             "heartbeat_timeout": {"min_s": HEARTBEAT_S, "max_s": HEARTBEAT_S},  # ten times as long in these phases
         },
         "checkpoint": {"every": STRIKE_STEP, "keep_last": 99, "save_at_end": True},
@@ -212,7 +232,8 @@ def _pid_of(cell: TrainingCell, world: StruckWorld) -> int:
 def _wrong(cell: TrainingCell, world: StruckWorld, outputs: list[str], undisturbed: list[float]) -> list[str]:
     codes, expected, run = [p.returncode for p in world.processes], expected_codes(cell), world.directory / "run"
     lines = metrics(run)
-    must_finish = 3 not in expected and not (cell.hosts == 1 and (cell.is_killed_stub or 0 not in expected))
+    is_ended = cell.ends_all or (cell.hosts == 1 and (cell.is_killed_stub or 0 not in expected))
+    must_finish = 3 not in expected and not is_ended
     steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
     return [
         *([f"exit codes {codes}, not {expected}"] if codes != expected else []),

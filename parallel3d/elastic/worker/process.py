@@ -27,7 +27,7 @@ from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
-from parallel3d.errors import EXIT_COORDINATOR_LOST, GenerationEnded, UserError, exit_code_of
+from parallel3d.errors import EXIT_COORDINATOR_LOST, GenerationEnded, RunEnded, UserError, exit_code_of
 from parallel3d.parallel.abort import Wait
 from parallel3d.parallel.grid import PartId
 
@@ -155,7 +155,10 @@ def observe_waits(control: ControlChannel, heartbeat: Heartbeat) -> WorkerStatus
 
 
 def run_main(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
-    """Runs the main function with its output in the log; reports an exception to the coordinator."""
+    """Runs the main function with its output in the log; reports an exception to the coordinator.
+
+    The log has its traceback, unless it only follows from the end of the run: then the reason for that, in a line.
+    """
     try:
         redirect_output(log)
         return worker_main(context)
@@ -165,7 +168,10 @@ def run_main(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
         if context.control.lost_coordinator:
             print(f"rank {context.rank} ends: {context.control.token.reason}", flush=True)
             return EXIT_COORDINATOR_LOST
-        traceback.print_exc()
+        if isinstance(error, (GenerationEnded, RunEnded)):  # what ended it has been said elsewhere
+            print(f"rank {context.rank} ends: {error}", flush=True)
+        else:
+            traceback.print_exc()
         context.control.report_error(describe_error(error, context.heartbeat.step))
         return exit_code_of(error)
 
