@@ -1,13 +1,18 @@
 """Workers join a run from other shells: by a command with the run's folder; those that do not fit stay out."""
 
+import re
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.launch.test_returning_workers import TORCHRUN, changes, kill
+from tests.support import wrong_bit
 from tests.support.launch_runs import finish, metrics, start, wait_for_change, wait_for_step
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 SETTINGS = ("run.num_steps=100000", "precision.sums=exact")
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -55,17 +60,42 @@ def test_a_worker_joins_from_another_shell(config_file, tmp_path):
 
 
 @pytest.mark.full
-def test_a_worker_with_another_configuration_stays_out(config_file, tmp_path):
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ("configuration", "configuration [0-9a-f]+, the run has"),
+        ("code", "code [0-9a-f]+, the run has"),
+        ("device", "cpu computes [0-9a-f]+ in place of"),
+    ],
+)
+def test_a_worker_that_is_not_like_the_run_stays_out(config_file, tmp_path, other, reason):
+    """With another configuration, from another checkout, or on a device that computes one bit wrong."""
     run = tmp_path / "run"
     process = start("--config", config_file, *SETTINGS)
     wait_for_step(run, 4)
     kill(run, 3)
     wait_for_change(run, 1)
-    guest = start("--config", config_file, *SETTINGS, "optimizer.learning_rate=0.5", "--join")
+    join = ("--config", config_file, *SETTINGS, "--join")
+    if other == "configuration":
+        guest = start(*join, "optimizer.learning_rate=0.5")
+    elif other == "code":
+        guest = start(*join, train=another_checkout(tmp_path / "checkout"))
+    else:
+        guest = start(*join, launcher=[wrong_bit.__file__])
     code, _, err = finish(guest)
     out = stop(process)
     assert code == 2 and "does not join" in out, (err, out)
-    assert "not admitted: configuration " in out and len(changes(run)) == 1
+    assert all(re.search(f"not admitted: {reason} ", each) for each in (out, err)), (err, out)
+    assert len(changes(run)) == 1
+
+
+def another_checkout(folder):
+    """Returns the script of a copy of this checkout, one file of which is not the same."""
+    for name in ("parallel3d", "launch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "parallel3d" / "optim" / "__init__.py").open("a") as file:
+        file.write("\n# a later version\n")
+    return folder / "launch" / "train.py"
 
 
 @pytest.mark.full

@@ -22,10 +22,10 @@ STARTED: list[subprocess.Popen] = []
 """What tests have started; what a failed one leaves is killed at its end (tests/launch/conftest.py)."""
 
 
-def start(*arguments, launcher=()):
+def start(*arguments, launcher=(), train=TRAIN):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = subprocess.Popen(
-        [sys.executable, *launcher, TRAIN, *map(str, arguments)],
+        [sys.executable, *launcher, train, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

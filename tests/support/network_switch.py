@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 import json
+import math
 import os
 import random
 import selectors
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 MAX_PACKET = 9100
 """In bytes; above the MTU of the devices."""
@@ -38,16 +39,17 @@ class Weather:
     """Share of packets that are lost."""
     delay_s: float = 0.0
     """Of every packet."""
+    narrow_host: int = 0
+    """The host whose line carries only `bytes_per_s` in each direction; 0: none."""
+    bytes_per_s: float = math.inf
 
     def to_json(self) -> str:
-        return json.dumps({"cut": sorted(self.cut), "loss": self.loss, "delay_s": self.delay_s})
+        return json.dumps({**asdict(self), "cut": sorted(self.cut)})
 
     @staticmethod
     def from_json(text: str) -> Weather:
         fields = json.loads(text)
-        return Weather(
-            cut=frozenset(tuple(each) for each in fields["cut"]), loss=fields["loss"], delay_s=fields["delay_s"]
-        )
+        return Weather(**{**fields, "cut": frozenset(tuple(each) for each in fields["cut"])})
 
 
 class SwitchProcess:
@@ -77,6 +79,8 @@ class _Switch:
         self._weather = Weather()
         self._random = random.Random(1)
         self._late: list[tuple[float, int, int, bytes]] = []
+        self._free_s = {"from": 0.0, "to": 0.0}
+        """When the narrow host's line has carried what it has been given, in each direction."""
         self._numbers = itertools.count()
 
     def run(self) -> None:
@@ -107,8 +111,12 @@ class _Switch:
         is_known = packet[0] >> 4 == 4 and packet[16:19] == b"\x0a\x4d\x00" and 0 < destination <= len(self._packets)
         if not is_known or (source, destination) in weather.cut or self._random.random() < weather.loss:
             return
-        if weather.delay_s:
-            due = time.monotonic() + weather.delay_s
+        now = due = time.monotonic()
+        if weather.narrow_host in (source, destination):
+            way = "from" if source == weather.narrow_host else "to"
+            due = self._free_s[way] = max(now, self._free_s[way]) + len(packet) / weather.bytes_per_s
+        due += weather.delay_s
+        if due > now:
             heapq.heappush(self._late, (due, next(self._numbers), destination, packet))
         else:
             self._deliver(destination, packet)

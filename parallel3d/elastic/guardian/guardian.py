@@ -277,6 +277,8 @@ class Guardian:
             is_drain = self._request is not None and self._request["op"] == "announce_drain"
             if is_drain or last["permission"] != "finished":  # else the run is over, and its exit code will come
                 self._exit_code = last["exit_code"] if last["exit_code"] >= 0 else EXIT_WORKER_LOST
+                if self._exit_code:
+                    self._print(self._forks.describe_end(last["rank"], last["exit_code"]))
 
     def _end_alone(self) -> None:
         """Ends: all workers exited before the coordinator was found. Each has printed why, unless it was killed."""

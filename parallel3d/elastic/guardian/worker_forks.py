@@ -6,11 +6,14 @@ joins later has a number of its own in the run, and its own log.
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from parallel3d.elastic.coordinator.run_status import signal_name
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.heartbeat import HeartbeatPage, HeartbeatSlot
 from parallel3d.elastic.guardian.rejoin_schedule import RejoinSchedule
@@ -18,6 +21,8 @@ from parallel3d.elastic.guardian.spawn import HeldResource, fork_worker
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerMain, WorkerSpec
 from parallel3d.parallel.grid import PartId
+
+EXCEPTION_MODULE = r"^(\w+\.)+(?=\w+: )"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +75,15 @@ class WorkerForks:
         self._slots[rank] = slot
         if not self.rejoins.take(slot):
             raise OSError("the offer to start it is void")
-        first = self._specs[slot]
-        log = first.log.with_name(f"rank-{rank}.log")
-        return self._fork(slot, replace(first, rank=rank, part=part, log=log), held)
+        return self._fork(slot, replace(self._specs[slot], rank=rank, part=part, log=self._log(rank)), held)
+
+    def describe_end(self, rank: int, exit_code: int) -> str:
+        """Returns how a worker has failed, and in a second line where its log is, whose last line is its exception."""
+        log = self._log(rank)
+        if exit_code < 0:
+            return f"killed by {signal_name(-exit_code)}\n  log: {log}"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return f"ended with exit code {exit_code}: {re.sub(EXCEPTION_MODULE, '', ''.join(lines[-1:]))}\n  log: {log}"
 
     def on_lost(self, ranks: Iterable[int]) -> None:
         """Notes that workers are lost: after a while their slots are offered."""
@@ -87,6 +98,9 @@ class WorkerForks:
         """Notes that a worker has left: after a probation the slot of a slow one is offered."""
         if rank in self._slow:
             self.rejoins.on_left_slow(self._slots[rank], time.monotonic())
+
+    def _log(self, rank: int) -> Path:
+        return self._specs[self._slots[rank]].log.with_name(f"rank-{rank}.log")
 
     def _fork(self, slot: int, spec: WorkerSpec, held: Iterable[HeldResource]) -> ForkedWorker:
         heartbeats = self._page.clear(slot)
