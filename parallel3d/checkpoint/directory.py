@@ -30,7 +30,7 @@ MAX_READERS = 8
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PREVIOUS = re.compile(r"previous-\d+")
-_LEFTOVER = re.compile(r"step-\d{8,}\.\w+\.(partial|removed)")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(e(\d+)\.partial|\w+\.removed)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,18 @@ class CheckpointDirectory:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def remove_leftovers(self, keep: Path) -> None:
-        """Removes leftovers of interrupted saves and removals. A rename claims each one first: another process may be
-        removing it too."""
-        for name in _listdir(self.directory):
-            path = self.directory / name
-            if _LEFTOVER.fullmatch(name) and path != keep:
-                self._remove(path)
+    def leftovers(self) -> frozenset[str]:
+        """The names of what interrupted saves and removals have left, or what some are writing and removing now."""
+        return frozenset(filter(_LEFTOVER.fullmatch, _listdir(self.directory)))
+
+    def remove_leftovers(self, keep: Path, *, old: Collection[str] = ()) -> None:
+        """Removes leftovers of interrupted saves and removals: those named in `old`, and those of no later generation
+        than `keep`, the save that is being written. Later ones are saves of a run that goes on without this process,
+        which does not know it yet. A rename claims each one first: another process may be removing it too."""
+        own = generation_of(keep.name)
+        for name in self.leftovers() - {keep.name}:
+            if name in old or generation_of(name) <= own:
+                self._remove(self.directory / name)
 
     def publish(self, partial: Path, step: int) -> None:
         """Gives a complete checkpoint its name; replaces one of the same step."""
@@ -175,6 +180,12 @@ class CheckpointDirectory:
             except CheckpointError:
                 continue
             yield step, facts.evaluation_loss, facts.training_loss
+
+
+def generation_of(leftover: str) -> int:
+    """The generation in which a leftover was written; -1 for what is being removed."""
+    match = _LEFTOVER.fullmatch(leftover)
+    return int(match[2]) if match and match[2] else -1
 
 
 def best_of(losses: Iterator[tuple[int, float | None, float | None]]) -> int | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -138,6 +138,8 @@ class AsyncSaver(CheckpointSaver):
         self.last_step = rank.resumed_from
         self._rank = rank
         self._checkpoint_dir = checkpoint_dir
+        self._old_leftovers = checkpoint_dir.leftovers()
+        """Those of earlier runs, whose generations say nothing here."""
         self._text = dict(text)
         self._files = dict(files or {})
         self._settings = rank.config.checkpoint
@@ -215,7 +217,15 @@ class AsyncSaver(CheckpointSaver):
             ranks=rank.grid.ranks,
             facts=self._facts(training_loss),
             written=self._executor.submit(
-                _WriteJob(self._checkpoint_dir, partial, rank.rank, rank.is_leader, snapshot, write_throttle, cancelled)
+                _WriteJob(
+                    checkpoint_dir=self._checkpoint_dir,
+                    partial=partial,
+                    rank=rank.rank,
+                    old_leftovers=self._old_leftovers if rank.is_leader else None,
+                    snapshot=snapshot,
+                    write_throttle=write_throttle,
+                    cancelled=cancelled,
+                )
             ),
             write_throttle=write_throttle,
             cancelled=cancelled,
@@ -312,22 +322,24 @@ class AsyncSaver(CheckpointSaver):
         return [text] if self._rank.is_leader else []
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _WriteJob:
     """A rank's part of a save, for its background thread; refers to nothing that should be freed earlier."""
 
     checkpoint_dir: CheckpointDirectory
     partial: Path
     rank: int
-    is_leader: bool
+    old_leftovers: Collection[str] | None
+    """Leftovers of earlier runs, which the leader removes; None on other ranks."""
     snapshot: Snapshot
     write_throttle: WriteThrottle
     cancelled: threading.Event
 
     def __call__(self) -> None:
-        if self.is_leader:
+        self._check()
+        if self.old_leftovers is not None:
             with suppress(OSError, CheckpointError):  # leftovers do no harm
-                self.checkpoint_dir.remove_leftovers(keep=self.partial)
+                self.checkpoint_dir.remove_leftovers(keep=self.partial, old=self.old_leftovers)
         write_rank_files(self.checkpoint_dir.disk, self.partial, self.rank, self.snapshot, check=self._check)
 
     def _check(self) -> None:

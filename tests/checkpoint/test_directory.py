@@ -52,6 +52,19 @@ def test_the_newest_the_best_and_the_permanent_are_never_superfluous(steps, keep
     ]
 
 
+def test_leftovers_of_a_run_that_goes_on_without_this_process_stay(tmp_path):
+    """A leader that was frozen, and evicted, as it began a save: it must not remove what the others write now. Those of
+    earlier runs, in whatever generation, were there when it started."""
+    directory = CheckpointDirectory(tmp_path)
+    (tmp_path / "step-00000002.e9.partial").mkdir(parents=True)
+    old = directory.leftovers()
+    names = ("step-00000004.e1.partial", "step-00000006.e2.partial", "step-00000006.e3.partial")
+    for name in (*names, "step-00000001.0.removed"):
+        (tmp_path / name).mkdir()
+    directory.remove_leftovers(keep=directory.partial_path(6, 2), old=old)
+    assert directory.leftovers() == {"step-00000006.e2.partial", "step-00000006.e3.partial"}
+
+
 def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, keep_last=3)

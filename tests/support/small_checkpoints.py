@@ -46,7 +46,7 @@ def save(
     """Does the work of all ranks of a run, one after the other."""
     checkpoint_dir = CheckpointDirectory(directory, disk)
     partial = checkpoint_dir.partial_path(step, generation)
-    checkpoint_dir.remove_leftovers(keep=partial)
+    checkpoint_dir.remove_leftovers(keep=partial, old=checkpoint_dir.leftovers())  # as a process that starts now
     for rank in RANKS:
         taken = snapshot(rank, step)
         change(taken)
