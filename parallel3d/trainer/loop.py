@@ -88,6 +88,7 @@ class Trainer:
         record = self.recovery.record
         assert record is not None
         self._join_step = self.rank.state.iteration
+        self._awaited_save = None
         self._reporter.notices(self.saver.begin_generation())
         self.on_generation(record)
         self._reporter.begin_generation(record.last_reported_step)

@@ -152,3 +152,17 @@ def test_saves_without_a_pause_keep_no_worker_out(tmp_path: Path):
     assert done.num_changes == 2 and done.widths == (2, 2)
     assert CheckpointDirectory(tmp_path).steps() == [2, 6, 8]
     assert "the checkpoint of step 4 is abandoned: the workers have changed meanwhile" in done.notices
+
+
+def test_of_saves_without_a_pause_no_two_in_turn_are_lost_to_joins(tmp_path: Path):
+    """A save begins after each step. A worker that comes right after another waits for a whole save, too: otherwise
+    joins that follow each other closely would leave none to be finished."""
+    config = saving_config("pp2-dp3", sums="exact", every=1, num_steps=10)
+
+    def saver(context: RankContext) -> CheckpointSaver:
+        return SlowSaver(context, CheckpointDirectory(tmp_path), TEXT)
+
+    done = run_with_joins(config, [dies(2, 1), dies(5, 1)], [3, 5], save=saver)
+    assert done.num_changes == 4 and done.widths == (3, 3)
+    abandoned = [step for step in range(11) if any(f"of step {step} is abandoned" in text for text in done.notices)]
+    assert abandoned == [3, 6] and 4 in CheckpointDirectory(tmp_path).steps()
