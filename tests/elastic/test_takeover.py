@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.operator_link import reserve_place
 from tests.elastic.test_members import wait_for_step
 from tests.support.member_processes import start_on_hosts
 from tests.support.processes import alive, pids, read_to_the_end, wait_for
@@ -43,6 +44,19 @@ def test_three_hosts_go_on_without_the_first(tmp_path):
     assert changes[0]["who"] == [{"rank": 0, "coordinates": "pp0 dp0 tp0"}]
     assert "the run goes on without its coordinator on a, from generation 0" in outs[1] and outs[2] == ""
     assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == 0
+
+
+def test_a_successor_gives_no_number_again(tmp_path):
+    """A command has got a number, and its worker has not said hello, when the coordinator is lost."""
+    processes = start_on_hosts(tmp_path, ["a", "b", "c"], num_steps=300)
+    wait_for_step(tmp_path, 5)
+    assert reserve_place(tmp_path, None, "").rank == 3
+    processes[0].kill()
+    wait_for(lambda: metrics(tmp_path)[1], "the takeover")
+    assert reserve_place(tmp_path, None, "").rank == 4
+    codes, _, errs = end_all(processes, tmp_path)
+    assert codes == [-signal.SIGKILL, 0, 0] and errs[1:] == ["", ""]
+    assert not list(tmp_path.glob(".next_worker*"))
 
 
 @pytest.mark.full

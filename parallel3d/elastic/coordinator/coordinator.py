@@ -26,6 +26,7 @@ from parallel3d.elastic.coordinator.shutdown import Shutdown
 from parallel3d.elastic.coordinator.slow_step import HangReporter
 from parallel3d.elastic.coordinator.stall_check import StallCheck
 from parallel3d.elastic.coordinator.witness import OVER, Witness
+from parallel3d.elastic.coordinator.worker_numbers import WorkerNumbers
 from parallel3d.elastic.guardian.heartbeat import plan_heartbeat_timeouts
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
@@ -56,6 +57,7 @@ class Coordinator:
         values: Mapping[str, bytes] | None = None,
         on_turn: Callable[[], None] = lambda: None,
         witness: Witness | None = None,
+        numbers: WorkerNumbers | None = None,
     ):
         self._server = ConnectionServer(
             listener,
@@ -69,7 +71,7 @@ class Coordinator:
         self._timeouts, self._elastic = timeouts, elastic
         self._own_info = own_info
         """The guardian of its host's stub, where it serves again if its process is lost."""
-        self._status = RunStatus(world_size, elastic.grid if elastic else None)
+        self._status = RunStatus(world_size, elastic.grid if elastic else None, numbers)
         self._shutdown = Shutdown(self._server, self._status, emit=self._emit, abort_grace_s=timeouts.abort_grace_s)
         self._hang_reporter = HangReporter(
             elastic.slow_step if elastic else None, request_status=self._request_status, emit_notice=self._emit_notice
@@ -160,8 +162,7 @@ class Coordinator:
     def _check_start_deadline(self) -> None:
         if time.monotonic() > self._start_deadline:
             guarded = {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
-            unguarded = [rank for rank in self._live if rank not in guarded]
-            missing = sorted({*self._status.missing, *unguarded})
+            missing = sorted({*self._status.missing, *(self._live - guarded)})
             self._status.record_never_connected(missing, timeout_s=self._timeouts.start_s)
             self._start_deadline = float("inf")
             self._shutdown.abort_after_failure()
@@ -209,8 +210,7 @@ class Coordinator:
             raise ProtocolError(f"{op!r} before hello")
 
     def _on_hello(self, connection: Connection, header: dict[str, Any]) -> None:
-        ranks = tuple(header["ranks"])
-        is_worker = header["role"] == "worker"
+        ranks, is_worker = tuple(header["ranks"]), header["role"] == "worker"
         if not ranks or (is_worker and len(ranks) > 1) or any(rank not in self._status.workers for rank in ranks):
             raise ProtocolError(f"hello from ranks {ranks}")
         if not is_worker:

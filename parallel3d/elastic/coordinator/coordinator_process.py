@@ -25,6 +25,7 @@ from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, RunOutcome
 from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.coordinator.worker_numbers import WorkerNumbers
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.operator_link import remove_address, write_address
@@ -90,6 +91,7 @@ class CoordinatorProcess:
         self._signals = signals
         self._witness = spec.witness
         """Locked for as long as this process lives."""
+        self._numbers = WorkerNumbers(spec.directory)
         self._secret = b""
         self._report: RunReporter | None = None
 
@@ -123,11 +125,13 @@ class CoordinatorProcess:
             elastic=self._spec.elastic,
             own_info=self._spec.own_info,
             on_turn=self._link.beat,
+            numbers=self._numbers,
         ).serve()
         return self._end(self._run_restarts(self._report, outcome) if self._report else outcome)
 
     def _serve(self, report: RunReporter) -> RunOutcome:
         """Serves one start of the run."""
+        self._numbers.forget()
         self._link.send({"op": "start", "secret": self._secret.hex()})
         report.start()
         return Coordinator(
@@ -142,11 +146,13 @@ class CoordinatorProcess:
             values=self._spec.restart_handler.values,
             on_turn=self._link.beat,
             witness=self._witness,
+            numbers=self._numbers,
         ).serve()
 
     def _reopen_report(self) -> RunReporter:
         self._report = self._spec.reopen_report()
         self._report.start()
+        self._numbers.resume()
         write_address(self._spec.directory, self._spec.own_info.address)
         return self._report
 
@@ -179,6 +185,7 @@ class CoordinatorProcess:
             return 0
         if self._report is not None:
             remove_address(self._spec.directory, self._spec.own_info.address)
+            self._numbers.forget()
             self._report.close(outcome.message, exit_code=outcome.exit_code)
         elif outcome.message:
             print(outcome.message, file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.coordinator.worker_numbers import WorkerNumbers
 from parallel3d.elastic.protocol.actions import Action, FinishRun
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LostWorker
@@ -70,6 +71,7 @@ class FailoverCoordinator(Coordinator):
         elastic: ElasticSettings,
         own_info: GuardianInfo,
         on_turn: Callable[[], None] = lambda: None,
+        numbers: WorkerNumbers | None = None,
     ):
         super().__init__(
             listener,
@@ -81,6 +83,7 @@ class FailoverCoordinator(Coordinator):
             own_info=own_info,
             on_turn=on_turn,
             witness=witness,
+            numbers=numbers,
         )
         self._failover_plan = failover_plan
         lost = failover_plan.coordinator

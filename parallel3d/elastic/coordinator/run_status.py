@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel3d.elastic.coordinator.worker_numbers import WorkerNumbers
 from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker
 from parallel3d.errors import (
     EXIT_COORDINATOR_LOST,
@@ -93,7 +94,8 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 class RunStatus:
     """The state of a run as reported so far. With a `grid` the workers' coordinates are known from the start."""
 
-    def __init__(self, world_size: int, grid: Grid | None = None):
+    def __init__(self, world_size: int, grid: Grid | None = None, numbers: WorkerNumbers | None = None):
+        self._numbers = numbers or WorkerNumbers()
         self.workers = {
             rank: WorkerState(coordinates=str(grid.coordinates(rank)) if grid and grid.holds(rank) else "")
             for rank in range(world_size)
@@ -118,9 +120,13 @@ class RunStatus:
 
     def reserve_worker(self) -> int:
         """Adds a spare that a command starts; returns its number."""
-        rank = max(self.workers) + 1
+        rank = self.take_number()
         self.workers[rank] = WorkerState(is_spare=True)
         return rank
+
+    def take_number(self) -> int:
+        """Returns a number that no worker has had."""
+        return self._numbers.take(self.workers)
 
     def add_worker(self, rank: int, *, host: str, coordinates: str) -> None:
         """Adds a worker that its guardian on `host` starts during the run."""

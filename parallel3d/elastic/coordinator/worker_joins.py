@@ -164,7 +164,7 @@ class WorkerJoins:
         self._server.send_to_workers([rank], {"op": "build_part", "part": list(part)})
 
     def _start(self, guardian: Connection, slot: int, part: PartId, now_s: float) -> None:
-        rank = max(self._status.workers) + 1
+        rank = self._status.take_number()
         self.add(rank, part, now_s)
         self._status.add_worker(rank, host=guardian.hello["host"], coordinates=describe_part(part))
         guardian.guarded_ranks += (rank,)
