@@ -69,7 +69,7 @@ class Entry:
     stop: bool
     leave: bool
     """A worker asked to leave: the membership changes after this iteration."""
-    cursors: tuple[LaneCursor, ...]
+    cursors: Sequence[LaneCursor]
     """Positions of the lanes after this iteration, for the slots it had."""
     differing_stages: tuple[int, ...] = ()
     """Stages where the replica check found copies that differ."""

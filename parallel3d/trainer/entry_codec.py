@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ def decode_entries(data: bytes) -> tuple[Entry | EvaluationEntry, ...]:
     return tuple(entries)
 
 
-def _encode_cursors(cursors: tuple[LaneCursor, ...]) -> tuple[dict[str, Any], bytes]:
+def _encode_cursors(cursors: Sequence[LaneCursor]) -> tuple[dict[str, Any], bytes]:
     """Returns how many cursors there are, and of each column its least number and its type; and the columns."""
     heads, packed = [], b""
     for column in np.array(cursors, dtype=np.int64).T if cursors else ():

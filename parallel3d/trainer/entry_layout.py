@@ -30,6 +30,7 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.optim.state_norms import larger
 from parallel3d.precision.fixed_point import NUM_FLOATS, ExactSum
 from parallel3d.trainer.entry import Contribution, Entry, UnitTime
+from parallel3d.trainer.lane_cursors import LaneCursors
 
 Vector = NDArray[np.float64]
 
@@ -129,7 +130,7 @@ class EntryLayout:
             num_not_saved=int(num_not_saved),
             evaluate=evaluate > 0,
             **self._unpack_norms(vector),
-            cursors=tuple(map(tuple, self._cursors(vector).astype(np.int64).tolist())),
+            cursors=LaneCursors(self._cursors(vector).astype(np.int64)),
             differing_stages=tuple(
                 stage for stage, words in enumerate(self._checksums_by_stage(vector)) if has_difference(words)
             ),

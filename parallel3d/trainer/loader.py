@@ -6,6 +6,8 @@ many lanes as the validation text can feed, each read from its start, so that ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -33,12 +35,12 @@ class LaneLoader:
         self._read_length = read_length
         self._device = device
         self._eos_id = eos_id
-        self._cursors: tuple[LaneCursor, ...] = ()
+        self._cursors: Sequence[LaneCursor] = ()
         self._tokens_read = 0
         self.next_cursors: dict[int, LaneCursor] = {}
         self.num_masked: dict[int, int] = {}
 
-    def begin(self, cursors: tuple[LaneCursor, ...], tokens_read: int) -> None:
+    def begin(self, cursors: Sequence[LaneCursor], tokens_read: int) -> None:
         """Sets the cursors before this iteration, and the number of tokens that all lanes have consumed."""
         self._cursors = cursors
         self._tokens_read = tokens_read

@@ -6,6 +6,7 @@ entries therefore hold the same state, and a rank that missed one catches up by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallel3d.data.reader import LaneCursor
@@ -30,7 +31,7 @@ class TrainState:
     """Those of them that were skipped, because sequences were shorter or because the run had diverged on them."""
     tokens_trained: int = 0
     """Target tokens of all updates: the clock of learning rates by tokens."""
-    cursors: tuple[LaneCursor, ...] = ()
+    cursors: Sequence[LaneCursor] = ()
     entries: tuple[Entry, ...] = ()
     """The last two entries."""
     evaluations: tuple[EvaluationEntry, ...] = ()
@@ -81,7 +82,9 @@ class TrainState:
             tokens_read=self.tokens_read + entry.num_target_tokens + self.shape.num_dropped_tokens,
             tokens_dropped=self.tokens_dropped + self.shape.num_dropped_tokens,
             tokens_trained=self.tokens_trained + (entry.num_target_tokens if entry.finite else 0),
-            cursors=(*entry.cursors, *self.cursors[len(entry.cursors) :]),
+            cursors=entry.cursors
+            if len(entry.cursors) >= len(self.cursors)
+            else (*entry.cursors, *self.cursors[len(entry.cursors) :]),
             entries=(*self.entries, entry)[-2:],
             loss_scale=self.loss_scale.after(finite=entry.finite),
             monitor=self.monitor.after(entry.metrics),
