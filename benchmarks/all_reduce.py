@@ -3,7 +3,7 @@
     python benchmarks/all_reduce.py [--ranks 4 16 64 256] [--gloo-up-to 16] [--numbers 300 78892] [--entries]
 
 --entries: a whole agreement of a step, on the numbers of 16 stages x 64 replicas and 4,096 micro-batches: a part is
-packed, all are added, and the sum is audited and unpacked. With fewer ranks than 1,024 each has more of the parts.
+packed, all are added, and the sum is audited and unpacked. The first rank adds those of the 1,024 that are not there.
 
 Each rank is a process of this machine, so the time of an all-reduce grows with the number of ranks by the work that
 shares its cores; CPU seconds are sums over all ranks.
@@ -23,6 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from torch.distributed import FileStore
 
@@ -35,7 +36,7 @@ from parallel3d.parallel.group import Group
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.tree_group import TreeGroup
 from parallel3d.trainer.entry import Contribution
-from parallel3d.trainer.entry_layout import EntryLayout
+from parallel3d.trainer.entry_layout import EntryLayout, Vector
 
 TIMEOUT_S = 300.0
 NUM_REDUCTIONS = 10
@@ -93,35 +94,37 @@ def run_rank(
     assert vector.eq(num_ranks).all()
     built_s, sockets = time.process_time() - started, num_sockets() - sockets
     vector.zero_()
-    part = part_of(rank, num_ranks)
+    part, absent = part_of(rank), np.zeros(LAYOUT.size)
+    if not count and rank == 0:
+        absent = sum((LAYOUT.pack(part_of(each)) for each in range(num_ranks, LAYOUT.num_ranks)), start=absent)
     started, started_wall = time.process_time(), time.perf_counter()
     for iteration in range(NUM_REDUCTIONS):
         if count:
             group.all_reduce(vector)
         else:
-            agree(group, part, iteration)
+            agree(group, part, absent, iteration)
     used_s, wall_s = time.process_time() - started, time.perf_counter() - started_wall
     results.put((sockets, built_s, used_s / NUM_REDUCTIONS, wall_s / NUM_REDUCTIONS))  # type: ignore[attr-defined]
     group.all_reduce(vector)  # all have measured
     os._exit(0)
 
 
-def agree(group: Group, part: Contribution, iteration: int) -> None:
+def agree(group: Group, part: Contribution, absent: Vector, iteration: int) -> None:
     """A step's agreement, as trainer/step.py has it."""
-    vector = torch.from_numpy(LAYOUT.pack(part))
+    vector = torch.from_numpy(LAYOUT.pack(part) + absent)
     group.all_reduce(vector)
     entry = LAYOUT.unpack(iteration, vector.numpy())
-    assert entry.num_target_tokens == group.size and len(entry.cursors) == LAYOUT.num_slots
+    assert entry.num_target_tokens == LAYOUT.num_ranks and len(entry.cursors) == LAYOUT.num_slots
 
 
-def part_of(rank: int, num_ranks: int) -> Contribution:
+def part_of(rank: int) -> Contribution:
     """One rank's part: of the backward passes at all stages, and of the slots."""
     passes = product(range(LAYOUT.num_stages), range(LAYOUT.num_micro_batches))
     return Contribution(
         rank=rank,
         num_target_tokens=1,
-        cursors={slot: (slot, 0, 7) for slot in range(rank, LAYOUT.num_slots, num_ranks)},
-        backward_counts=dict.fromkeys(islice(passes, rank, None, num_ranks), 1),
+        cursors={slot: (slot, 0, 7) for slot in range(rank, LAYOUT.num_slots, LAYOUT.num_ranks)},
+        backward_counts=dict.fromkeys(islice(passes, rank, None, LAYOUT.num_ranks), 1),
     )
 
 
