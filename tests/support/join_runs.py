@@ -58,9 +58,10 @@ def check_joins(
     *,
     num_changes: int,
     lacks: int = 0,
-) -> None:
+) -> ElasticRunResult:
     """The run is the undisturbed one, and ends with all replicas of the first grid but `lacks`."""
     done = run_with_joins(config, faults, steps)
     assert_same_run(done, run(config))
     assert done.num_changes == num_changes
     assert sum(done.widths) == sum(len(stage) for stage in build_grid(config).stages) - lacks
+    return done

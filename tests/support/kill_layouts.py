@@ -157,17 +157,19 @@ SCHEDULES = [name for name, row in KILL_LAYOUTS.items() if row.group == "schedul
 
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1, **elastic: Any) -> Config:
     """A run in threads of 0.1 s with exact sums: two sequences of four tokens a replica (64 tokens where documents end
-    within them), evaluations after every second step."""
+    within them; where steps grow, up to four of 16), evaluations after every second step."""
     row = KILL_LAYOUTS[layout]
+    sequence_length = 64 if row.keeps_documents_apart else 16 if row.warmup else 4
     shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=row.num_layers, num_attention_heads=2)
     return make_config(
         model=shape | row.model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **row.parallel),
         batch=dict(
-            global_batch_size=2 * row.num_replicas,
+            global_batch_size=(4 if row.warmup else 2) * row.num_replicas,
             micro_batch_size=1,
-            sequence_length=64 if row.keeps_documents_apart else 4,
+            sequence_length=sequence_length,
         ),
+        warmup=row.warmup,
         precision=dict(**row.precision, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups, **elastic),

@@ -37,6 +37,8 @@ class Row:
     num_changes: int = 1
     widths: tuple[int, ...] = (2, 3)
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (4,) * 6
+    """Of the sequences of each step."""
 
     def config(self, max_replicas: int | None) -> Config:
         shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2)
@@ -44,7 +46,7 @@ class Row:
         return tiny_runs.make_config(
             model=shape | given.pop("model", {}),
             parallel=dict(bucket_mib=0.003, **self.parallel),
-            batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=4),
+            batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=4) | given.pop("batch", {}),
             precision=dict(policy="fp64", sums="exact") | given.pop("precision", {}),
             run=dict(num_steps=6, evaluate_every=2, evaluate_batches=1),
             elastic=dict(max_replicas=max_replicas),
@@ -82,6 +84,17 @@ ROWS = {
     "muon": Row(sections=MUON, joins=(2, 3), num_changes=2, widths=(3, 3)),
     "norms": Row(sections=dict(monitor=dict(norms_every=1))),
     "warmup": Row(sections=dict(warmup=dict(batch_size=dict(start=3, duration=4)))),
+    "lengths": Row(
+        sections=dict(
+            warmup=dict(sequence_length=dict(kind="adaptive", start=4, multiple=4)),
+            batch=dict(sequence_length=12),
+        ),
+        joins=(3,),
+        faults=[dies(0, 5)],
+        num_changes=2,
+        widths=(1, 3),
+        lengths=(4, 4, 8, 8, 12, 12),
+    ),
     "leave-2-4-3": Row(
         parallel=dict(dp_size=2), most=4, joins=(2, 3), faults=[leaves(1, 4)], num_changes=3, widths=(3,)
     ),
@@ -97,6 +110,7 @@ def test_a_run_that_grows_is_the_same_run(name: str):
     done = run_with_joins(row.config(row.most), row.faults, row.joins)
     assert_same_run(done, run(row.config(None)))
     assert (done.num_changes, done.widths) == (row.num_changes, row.widths)
+    assert tuple(done.steps[step]["sequence_length"] for step in sorted(done.steps)) == row.lengths
 
 
 def test_a_checkpoint_of_a_wider_grid_is_one_like_any_other(tmp_path: Path):

@@ -23,12 +23,12 @@ from tests.trainer.test_checkpointing import config_of as saving_config
 STEPS = 5
 
 
-def small(layout: str, **changes: dict[str, object]) -> Config:
+def small(layout: str, *, length: int = 4, **changes: dict[str, object]) -> Config:
     return tiny_runs.make_config(
         model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2),
         parallel=dict(bucket_mib=0.003, **KILL_LAYOUTS[layout].parallel),
-        batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=4),
-        run=dict(num_steps=STEPS, evaluate_every=2),
+        batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=length),
+        run=dict(num_steps=STEPS, evaluate_every=2) | changes.pop("run", {}),
         **changes,
     )
 
@@ -73,7 +73,6 @@ ROWS: dict[str, tuple[Config, Sequence[int]]] = {
             ("documents-pp3-dp2", (1, 2)),
             ("blend-pp2-dp4", (3, 7)),
             ("recompute-full", (2, 7)),
-            ("warmup-pp2-dp2-tp2", (0, 6)),
         ]
     },
     "muon-fp32-pp2-dp2-tp2": (muon("pp2-dp2-tp2", "fp32"), (2, 5)),
@@ -88,6 +87,44 @@ ROWS: dict[str, tuple[Config, Sequence[int]]] = {
 def test_two_die_and_two_come(name: str):
     config, (first, second) = ROWS[name]
     check_joins(config, [dies(first, 1), dies(second, 3, "backward")], [2, 4], num_changes=4)
+
+
+def following(layout: str, kind: str, *, num_steps: int, learning_rate: float, **rule: object) -> Config:
+    """Lengths that follow the run, by a state that every rank must have."""
+    return small(
+        layout,
+        length=16,
+        warmup=dict(sequence_length=dict(kind=kind, start=8, multiple=4, **rule)),
+        run=dict(num_steps=num_steps, evaluate_every=1),
+        optimizer=dict(learning_rate=learning_rate),
+        precision=dict(policy="fp64", sums="exact"),
+    )
+
+
+GROWING: dict[str, tuple[Config, Sequence[int], Sequence[int]]] = {
+    "linear-and-batches": (config_of("warmup-pp2-dp2-tp2", num_steps=STEPS), (0, 6), (8, 12, 12, 16, 16)),
+    # the fourth evaluation is worse than the best one, the third
+    "adaptive": (
+        following("pp3-dp2", "adaptive", num_steps=7, learning_rate=1.0, tolerance=1.0),
+        (0, 3),
+        (8, 12, 16, 16, 12, 16, 16),
+    ),
+    # two calm steps after three that are not, of which the third is so by the two values before it
+    "variance": (
+        following("pp2-dp4", "variance", num_steps=8, learning_rate=0.1, tolerance=2.0, interval=2),
+        (5, 0),
+        (8, 8, 8, 8, 8, 12, 12, 16),
+    ),
+}
+"""Configurations, the ranks that die in steps 1 and 3, and the lengths of the steps."""
+
+
+@pytest.mark.sample(1, rest=2)
+@pytest.mark.parametrize("name", GROWING)
+def test_two_die_and_two_come_while_lengths_change(name: str):
+    config, (first, second), lengths = GROWING[name]
+    done = check_joins(config, [dies(first, 1), dies(second, 3, "backward")], [2, 4], num_changes=4)
+    assert [record["sequence_length"] for _, record in sorted(done.steps.items())] == list(lengths)
 
 
 class GatedSaver(AsyncSaver):
