@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from parallel3d.elastic.guardian.rejoin_schedule import BACKOFF_COUNTED_S, BACKOFF_S, COUNTED_S, RejoinSchedule
-from tests.elastic.test_members import Ended, end, run, wait_for_step
+from tests.elastic.test_members import Ended, end, pid_of, run, wait_for_step
 from tests.elastic.test_takeover import end_all, metrics
 from tests.support.member_processes import start, start_on_hosts
-from tests.support.processes import wait_for
+from tests.support.processes import alive, wait_for
 
 
 def test_a_slot_is_offered_ever_later_and_then_not_again():
@@ -143,6 +143,22 @@ def test_a_joiner_that_is_late_does_not_keep_the_run(tmp_path):
     ended = run(tmp_path, faults=faults, num_steps=300, max_rejoins=1, start_s=300.0)
     assert 4 in ended.logs and (ended.code, ended.err) == (0, "") and ended.steps == list(range(1, 301))
     assert [change["live"] for change in ended.changes] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_another_one_comes_for_a_joiner_that_is_late(tmp_path):
+    """It builds for a minute, and is killed after the time that the run's start may take."""
+    faults = [[3, "step", 5, "kill"], [4, "build", 0, "hang"]]
+    process = start(tmp_path, faults=faults, num_steps=100_000, max_rejoins=2, start_s=10.0)
+    late = pid_of(tmp_path, 4)
+    wait_for(lambda: joined_ranks(tmp_path), "the one that comes instead")
+    assert joined_ranks(tmp_path) == [[5]] and not alive(late)
+    process.send_signal(signal.SIGINT)
+    ended = end(process, tmp_path)
+    assert ended.err.startswith("stopped after step ") and ended.steps == list(range(1, len(ended.steps) + 1))
+    assert [change["live"] for change in ended.changes] == [3, 4]
+    assert "rank 4 (new, pp1 tp0) does not join: not ready to join within 10 s" in ended.out
 
 
 @pytest.mark.slow
