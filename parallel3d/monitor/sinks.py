@@ -333,8 +333,11 @@ def _step_text(record: dict[str, Any]) -> str:
 
 
 def _workers_text(record: dict[str, Any]) -> str:
-    """Returns what the bar says of workers: nothing while each place of the first grid is taken, and no other."""
+    """Returns what the bar says of workers: nothing while each place of the first grid is taken, and no other.
+
+    A stage may have grown while another one has lost a replica: as many are live then as at the beginning.
+    """
     live, spare, lost = (record[name] for name in ("live", "spare", "lost"))
     widths = "/".join(map(str, record["widths"]))
-    is_as_begun = live == record["places"] and not spare
+    is_as_begun = live == record["places"] and not (spare or lost)
     return "" if is_as_begun else f"live {live} spare {spare} lost {lost} width {widths}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from parallel3d.elastic.coordinator.recovery_log import STAY_AWAY, RecoveryLog
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker
 from parallel3d.parallel.grid import Grid
@@ -121,6 +123,20 @@ def test_those_that_join_and_the_loss_of_one_that_has():
         {"rank": 8, "coordinates": "pp0 dp1 tp1"},
         {"rank": 9, "coordinates": ""},
     ]
+
+
+@pytest.mark.parametrize(
+    ("widths", "lost"),
+    [([2, 2], 0), ([3, 2], 0), ([3, 1], 1), ([1, 1], 2), ([2, 1], 1), ([1, 3], 1)],
+)
+def test_a_stage_that_has_grown_does_not_hide_that_another_one_lacks_a_replica(widths: list[int], lost: int):
+    recovery_log = RecoveryLog(Grid.uniform(tp_size=1, pp_size=2, dp_size=2))
+    recovery_log.begin(0.0)
+    grid = Grid.of_replicas(widths, tp_size=1)
+    change(recovery_log, replace(record(1), grid=grid, members=grid.ranks), at_s=0.0)
+    (line,) = recovery_log.record_resumed(1, regroup_s=0.0, plan="")
+    assert (line["live"], line["lost"], line["places"], line["widths"]) == (sum(widths), lost, 4, widths)
+    assert f"{sum(widths)} live, 0 spare, {lost} lost" in line["text"]
 
 
 def test_a_change_whose_leader_is_lost_before_it_trains_is_told_with_the_next():

@@ -159,14 +159,17 @@ def test_the_bar_says_who_is_left_once_somebody_is_lost(tmp_path):
     report.publish(step(6))
     report.publish({"kind": "membership", "text": "generation 3: rank 9 joins", **counts(9, 0, 0, 4, 5)})
     report.publish(step(7))
+    report.publish({"kind": "membership", "text": "generation 4: lost rank 2", **counts(8, 0, 1, 3, 5)})
+    report.publish(step(8))
     report.close("", exit_code=0)
     fifth, sixth = out.getvalue().split("generation 2: lost rank 3\n")
     sixth, seventh = sixth.split("generation 3: rank 9 joins\n")
-    assert "live 9 spare 0 lost 0 width 4/5" in seventh
+    seventh, eighth = seventh.split("generation 4: lost rank 2\n")
+    assert "live 9 spare 0 lost 0 width 4/5" in seventh and "live 8 spare 0 lost 1 width 3/5" in eighth
     assert "generation 1: as before\n" in fifth and "live" not in fifth
     assert "loss 1.3333  1,234 tokens/s  live 6 spare 1 lost 1 width 4/3  ETA 0:08" in sixth
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 3  # the account of a change is a record of its own
+    assert len(lines) == 4  # the account of a change is a record of its own
 
 
 def test_the_bar_shows_sizes_that_are_not_full_yet(tmp_path):

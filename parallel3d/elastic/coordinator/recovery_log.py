@@ -47,7 +47,7 @@ class RecoveryLog:
 
     def __init__(self, grid: Grid, *, returns: bool = True):
         self._has_hint = not returns
-        self._num_places = len(grid.ranks)
+        self._first_grid = grid
         self._coordinates = {rank: grid.coordinates(rank) for rank in grid.ranks}
         """The newest of every rank that has ever had some."""
         self._change: _MembershipChange | None = None
@@ -155,12 +155,13 @@ class RecoveryLog:
         return {"rank": rank, "coordinates": str(self._coordinates.get(rank, ""))}
 
     def _counts(self, record: GenerationRecord) -> Json:
-        """live: in the grid; places: of the first grid; lost: of these, those that no live worker could take; widths:
-        each stage's replicas."""
-        live, spare = len(record.grid.ranks), len(record.spares)
-        lost = max(0, self._num_places - live - spare)
-        counts = {"live": live, "spare": spare, "lost": lost, "places": self._num_places}
-        return {**counts, "widths": _widths(record.grid)}
+        """live: in the grid; places: of the first grid; lost: of these, those that are empty and for which there is no
+        spare; widths: each stage's replicas."""
+        first, widths = self._first_grid, _widths(record.grid)
+        num_empty = first.tp_size * sum(max(0, want - have) for want, have in zip(_widths(first), widths))
+        spare = len(record.spares)
+        counts = {"live": len(record.grid.ranks), "spare": spare, "lost": max(0, num_empty - spare)}
+        return {**counts, "places": len(first.ranks), "widths": widths}
 
 
 def _widths(grid: Grid) -> list[int]:
