@@ -61,6 +61,11 @@ def warn_ineffective_settings(config: Config) -> Iterator[str]:
             f'run.compile "elementwise" has no effect on {model.architecture}, whose norms and activations are kernels'
             " already"
         )
+    if config.elastic.balance and config.run.device == "cuda_shared":
+        yield (
+            "elastic.balance has no effect on run.device cuda_shared: a compute's time is also that of the ranks with"
+            " which the GPU is shared"
+        )
     if not POLICY_SPECS[precision.policy].scales_loss and precision.loss_scale != LossScaleConfig():
         yield f"precision.loss_scale has no effect on policy {precision.policy}"
     if config.data.slice is not None and config.data.num_processes > 0:

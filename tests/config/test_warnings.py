@@ -27,6 +27,7 @@ from tests.support.config_files import TINY, write
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"model": {"architecture": "gpt2"}, "run": {"compile": "elementwise"}}, "no effect on gpt2"),
         ({"data": {"slice": {}, "num_processes": 1}}, "no effect on data.slice"),
+        ({"run": {"device": "cuda_shared", "num_steps": 100}, "elastic": {"balance": True}}, "run.device cuda_shared"),
         ({"lr_schedule": {"decay_steps": 50}}, "from 50 steps of 100"),
         ({"lr_schedule": {"decay_tokens": 10_000}}, "from 10,000 tokens of 12,800"),
         ({"lr_schedule": {"warmup_steps": 100}}, "within its warmup"),
