@@ -49,6 +49,22 @@ class DeviceEvent(Protocol):
         ...
 
 
+class TimedEvent(Protocol):
+    """A point in a stream's work whose time is kept; it can be recorded again. Nothing here makes the host wait."""
+
+    def record(self, stream: Any) -> None:
+        """Marks the end of the work that `stream` was given so far."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the stream has come to this point."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds of the device from this point to `end_event`; an error if it has not come to both."""
+        ...
+
+
 class DeviceStream(Protocol):
     """Work that a device does in order."""
 
@@ -102,6 +118,18 @@ class Accelerator(ABC):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies between device and host in the current stream; the host does not wait."""
 
+    @abstractmethod
+    def timed_event(self) -> TimedEvent:
+        """A new event whose time is kept, not recorded yet."""
+
+    @abstractmethod
+    def spin(self, seconds: float) -> None:
+        """Keeps the current stream busy for about so long, for injected faults; the host waits the first time only."""
+
+
+MEASURED_CYCLES = 20_000_000
+"""Of a GPU's clock, in some 10 ms."""
+
 
 class CudaAccelerator(Accelerator):
     """A CUDA device."""
@@ -109,6 +137,7 @@ class CudaAccelerator(Accelerator):
     def __init__(self, device: torch.device):
         self.device = device
         self._copy_streams: dict[CopyDirection, torch.cuda.Stream] = {}
+        self._cycles_per_s: float | None = None
 
     def use(self) -> None:
         torch.cuda.set_device(self.device)
@@ -140,6 +169,25 @@ class CudaAccelerator(Accelerator):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def timed_event(self) -> TimedEvent:
+        return torch.cuda.Event(enable_timing=True)
+
+    def spin(self, seconds: float) -> None:
+        if self._cycles_per_s is None:
+            self._cycles_per_s = self._measure_cycles()
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(seconds * self._cycles_per_s))
+
+    def _measure_cycles(self) -> float:
+        """Cycles a second of the clock by which `torch.cuda._sleep` counts, which no property of torch names."""
+        start, end = self.timed_event(), self.timed_event()
+        with torch.cuda.device(self.device):
+            start.record(self.current_stream())
+            torch.cuda._sleep(MEASURED_CYCLES)
+            end.record(self.current_stream())
+        self.synchronize()  # bounded: the end of a generation aborts what the device waits for
+        return MEASURED_CYCLES / (start.elapsed_time(end) / 1000)
 
 
 class MetaAccelerator(Accelerator):
@@ -182,6 +230,23 @@ class MetaAccelerator(Accelerator):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         pass
+
+    def timed_event(self) -> TimedEvent:
+        return _MetaEvent()
+
+    def spin(self, seconds: float) -> None:
+        pass
+
+
+class _MetaEvent:
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 0.0
 
 
 class _MetaStream:

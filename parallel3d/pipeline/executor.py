@@ -7,7 +7,6 @@ scratch memory: an iteration that ends early leaves only main gradients, which t
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +27,7 @@ from parallel3d.parallel.p2p_messages import Header, Kind, Links
 from parallel3d.parallel.staged_group import to_device
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.chunk_layout import ChunkLayout
+from parallel3d.pipeline.compute_clock import ComputeClock, HostClock, ListTimes
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 
 
@@ -36,9 +36,6 @@ class InstructionHook(Protocol):
 
     def __call__(self, instruction: Instruction) -> None: ...
 
-
-ComputeHook = Callable[[float], float]
-"""Called at the end of each compute with its seconds; returns the seconds that count. A slow rank sleeps in it."""
 
 Label = Callable[[Instruction], AbstractContextManager[object]]
 """A context manager that names an instruction in a profiler's trace."""
@@ -72,12 +69,10 @@ class StageResult:
     num_target_tokens: int = 0
     forwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
     backwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
-    busy_s: float = 0.0
-    """Seconds spent computing."""
-    run_s: float = 0.0
-    """Seconds from the list's first instruction to its last."""
+    times: Callable[[], ListTimes] = ListTimes
+    """Returns the list's times; to be asked once the host has waited for the device, and before the next list."""
     tp_wait_s: float = 0.0
-    """Those of the busy ones in which the rank has waited for its tensor-parallel group."""
+    """Seconds of computing in which the host has waited for the tensor-parallel group."""
 
 
 @dataclass(kw_only=True)
@@ -104,7 +99,7 @@ class Executor:
     weight_grads: WeightGradStore
     """The store of the chunks' gradient sinks, in which a split backward pass keeps the products for weights."""
     on_instruction: InstructionHook = lambda instruction: None
-    compute_hook: ComputeHook = lambda seconds: seconds
+    clock: ComputeClock = field(default_factory=HostClock)
     label: Label = lambda instruction: NO_LABEL
     after_compute: Callable[[MicroBatch, GradPass], None] = lambda micro_batch, grad_pass: None
     """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
@@ -116,7 +111,7 @@ class Executor:
         Raises GenerationEnded, which names the current instruction, when a peer is lost.
         """
         scratch = _Scratch(batch, load)
-        started = time.perf_counter()
+        self.clock.begin()
         for instruction in instructions:
             self.token.check()
             self.on_instruction(instruction)
@@ -126,7 +121,8 @@ class Executor:
             except GenerationEnded as error:
                 raise GenerationEnded(f"{error} (at: {instruction})") from None
         self.token.check()
-        scratch.result.run_s = time.perf_counter() - started
+        self.clock.end()
+        scratch.result.times = self.clock.read
         return scratch.result
 
     # --- one method for each op -----------------------------------------------------------------------------------
@@ -142,43 +138,39 @@ class Executor:
         micro_batch = replace(
             scratch.batch.micro_batch(step.micro_batch), documents=scratch.documents.get(step.micro_batch)
         )
-        started = time.perf_counter()
-        inputs = scratch.inputs.pop(key)
         is_last = self._virtual_stage(step) == self.layout.last
-        targets = scratch.targets.pop(step.micro_batch) if is_last else None
-        output = self.chunks[step.chunk](inputs, micro_batch, targets)
-        if is_last:
-            scratch.result.losses[step.micro_batch] = output.detach()
-            scratch.result.num_target_tokens += micro_batch.num_tokens
-        else:
-            scratch.outgoing[key] = output.detach()
-        if scratch.batch.training:
-            scratch.saved_for_backward[key] = (inputs, output)
-        scratch.result.forwarded[key] += 1
-        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
+        with self.clock.compute(step.op):
+            inputs = scratch.inputs.pop(key)
+            targets = scratch.targets.pop(step.micro_batch) if is_last else None
+            output = self.chunks[step.chunk](inputs, micro_batch, targets)
+            if is_last:
+                scratch.result.losses[step.micro_batch] = output.detach()
+                scratch.result.num_target_tokens += micro_batch.num_tokens
+            else:
+                scratch.outgoing[key] = output.detach()
+            if scratch.batch.training:
+                scratch.saved_for_backward[key] = (inputs, output)
+            scratch.result.forwarded[key] += 1
         if is_last and scratch.batch.training:  # the head's gradients
             self.after_compute(micro_batch, "forward")
 
     def _backward(self, scratch: _Scratch, step: Instruction) -> None:
-        started = time.perf_counter()
-        self._differentiate(scratch, _key(step))
-        scratch.result.backwarded[_key(step)] += 1
-        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
+        with self.clock.compute(step.op):
+            self._differentiate(scratch, _key(step))
+            scratch.result.backwarded[_key(step)] += 1
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
-        started = time.perf_counter()
-        with self.weight_grads.deferred() as work:
-            self._differentiate(scratch, _key(step))
-        scratch.weight_work[_key(step)] = work
-        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
+        with self.clock.compute(step.op):
+            with self.weight_grads.deferred() as work:
+                self._differentiate(scratch, _key(step))
+            scratch.weight_work[_key(step)] = work
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_weight(self, scratch: _Scratch, step: Instruction) -> None:
-        started = time.perf_counter()
-        run_deferred(scratch.weight_work.pop(_key(step)))
-        scratch.result.backwarded[_key(step)] += 1
-        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
+        with self.clock.compute(step.op):
+            run_deferred(scratch.weight_work.pop(_key(step)))
+            scratch.result.backwarded[_key(step)] += 1
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     @staticmethod

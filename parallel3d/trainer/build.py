@@ -12,6 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from parallel3d.accelerator import accelerator_of
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
@@ -35,6 +36,7 @@ from parallel3d.parallel.grid import Coordinates, Grid, PartId
 from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
+from parallel3d.pipeline.compute_clock import ComputeClock, DeviceClock, HostClock
 from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
 from parallel3d.precision.policy import policy_of
@@ -93,10 +95,7 @@ def prepare_rank(
         group=AbsentGroup(name="none", rank=coordinates.tp, ranks=grid.tp_ranks(coordinates.replica)),
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    partition = split_layers(config)
-    own_layers = [partition[k] for k in chunk_layout_of(config).virtual_stages[coordinates.pp]]
-    chunks = nn.ModuleList(make_stage(config, layers, tp, device, gemm=gemm) for layers in own_layers)
-    share_parameters(chunks)
+    chunks = build_chunks(config, coordinates.pp, tp, make_stage, device, gemm)
     train_loader, evaluate_loader = build_loaders(config, lanes, device)
     state, grads, gemm = build_start_state(config, lanes.train), WeightGradStore(), gemm or Gemm()
     return RankContext(
@@ -118,7 +117,19 @@ def prepare_rank(
         learning_rate=build_lr_schedule(config),
         hooks=hooks,
         state=state,
+        clock=choose_clock(config, device, hooks),
     )
+
+
+def build_chunks(
+    config: Config, stage: int, tp: TensorParallel, make_stage: MakeStage, device: torch.device, gemm: Gemm | None
+) -> nn.ModuleList:
+    """The modules of a stage, one for each of its virtual stages."""
+    partition = split_layers(config)
+    own_layers = [partition[k] for k in chunk_layout_of(config).virtual_stages[stage]]
+    chunks = nn.ModuleList(make_stage(config, layers, tp, device, gemm=gemm) for layers in own_layers)
+    share_parameters(chunks)
+    return chunks
 
 
 def share_parameters(chunks: nn.ModuleList) -> None:
@@ -128,6 +139,18 @@ def share_parameters(chunks: nn.ModuleList) -> None:
         for attribute, parameter in list(module.named_parameters(recurse=False)):
             name = cast(ShardedParameter, parameter).sharding.name
             setattr(module, attribute, first_of.setdefault(name, parameter))
+
+
+def choose_clock(config: Config, device: torch.device, hooks: RankHooks) -> ComputeClock:
+    """The device's clock where its seconds are of use: for `elastic.balance`, and to make it slow; else the host's.
+
+    On a GPU that several ranks share, a compute's time is also that of the others, and says nothing.
+    """
+    accelerator, elastic = accelerator_of(device), config.elastic
+    is_of_use = elastic.balance or any(fault.kind == "slow" for fault in elastic.faults)
+    if accelerator is None or not is_of_use or config.run.device == "cuda_shared":
+        return HostClock(hooks.compute_hook)
+    return DeviceClock(accelerator, hooks.slowness)
 
 
 def build_optimizer(

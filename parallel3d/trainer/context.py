@@ -28,7 +28,8 @@ from parallel3d.parallel.p2p_messages import Links
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.chunk_layout import ChunkLayout
-from parallel3d.pipeline.executor import NO_LABEL, ComputeHook, Executor, InstructionHook, Label
+from parallel3d.pipeline.compute_clock import ComputeClock, ComputeHook, HostClock, Slowness
+from parallel3d.pipeline.executor import NO_LABEL, Executor, InstructionHook, Label
 from parallel3d.ramps import LrSchedule
 from parallel3d.trainer.entry_layout import EntryLayout
 from parallel3d.trainer.loader import LaneLoader
@@ -55,7 +56,9 @@ class RankHooks:
     on_instruction: InstructionHook = lambda instruction: None
     """Called before each instruction of the pipeline."""
     compute_hook: ComputeHook = lambda seconds: seconds
-    """Called at the end of each compute with its seconds; returns those that count."""
+    """Called at the end of each compute with its seconds, where the host's clock measures; returns those that count."""
+    slowness: Slowness = lambda: 1.0
+    """Returns how many times as long computes are to take, where the device's clock measures."""
     phase_hook: PhaseHook = lambda phase: None
     """Called at the named phases of a step and of a recovery."""
     label: Label = lambda instruction: NO_LABEL
@@ -102,6 +105,8 @@ class RankContext:
     learning_rate: LrSchedule
     hooks: RankHooks
     state: TrainState
+    clock: ComputeClock = field(default_factory=HostClock)
+    """Measures the computes of this rank's instruction lists."""
     gemm: Gemm = field(default_factory=Gemm)
     """Computes the products of the layers, the same on all ranks."""
     peak: Peak | None = None

@@ -54,7 +54,7 @@ def join_generation(
         token=transports.token,
         weight_grads=rank.weight_grads,
         on_instruction=rank.hooks.on_instruction,
-        compute_hook=rank.hooks.compute_hook,
+        clock=rank.clock,
         label=rank.hooks.label,
         after_compute=rank.optimizer.finalize_micro_batch_grads,
     )

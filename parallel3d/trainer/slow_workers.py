@@ -46,7 +46,7 @@ class SlowWorkers:
         self._look()
         if self._changed_in == report.entry.iteration and self._rank.is_leader:
             yield self._record(report.plan)
-        if self._rank.grid.tp_size > 1:
+        if self._rank.grid.tp_size > 1 and not self._rank.clock.is_of_device:  # or one that waits for the slow is named
             yield from self._slow_ranks(report)
         if self._rank.is_leader and self._rank.config.elastic.drain_slow and self._rank.config.elastic.enabled:
             yield from self._hopeless()

@@ -16,6 +16,7 @@ from parallel3d.config.schema import Config
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
 from parallel3d.parallel.host_numbers import HostNumbers
+from parallel3d.pipeline.compute_clock import ComputeClock
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.pipeline.planner import Plan
 from parallel3d.precision.fixed_point import ExactSum
@@ -39,8 +40,8 @@ class Telemetry:
     memory_bytes: int
     """Bytes in use on the rank with the most."""
     own_s: tuple[float, ...] = ()
-    """Of each rank of the grid, the busy seconds without waits for its tensor-parallel group; 0 where they are unknown.
-    """
+    """Of each rank of the grid, the busy seconds without waits for its tensor-parallel group, on a device with them; 0
+    where they are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +146,13 @@ def all_reduce_entry(
     Times and bytes travel behind the entry's vector. They enter the entry only with `elastic.balance`, as the times of
     replicas, which choose routes and don't belong to the mathematics.
     """
-    layout, grid = rank.layout.for_batch(batch), rank.grid
+    layout, grid, seconds = rank.layout.for_batch(batch), rank.grid, result.times()
     words, telemetry = layout.pack(part), np.zeros((len(grid.ranks), NUM_TELEMETRY))
     telemetry[grid.ranks.index(rank.rank)] = (
-        result.busy_s,
-        result.run_s,
+        seconds.busy_s,
+        seconds.run_s,
         float(used_bytes(rank.device)),
-        0.0 if is_accelerator(rank.device) else max(0.0, result.busy_s - result.tp_wait_s),  # there, it takes orders
+        own_seconds(rank.device, rank.clock, seconds.busy_s, result.tp_wait_s),
     )
     vector = np.concatenate((words, telemetry.ravel()))
     work = rank.groups.world.all_reduce_async(torch.from_numpy(vector))  # in place
@@ -164,6 +165,17 @@ def all_reduce_entry(
         times = unit_times(grid, rank.plans.next(rank.state), known_s, batch.num_tokens)
     entry = layout.unpack(batch.iteration, vector[: len(words)], times)
     return entry, Telemetry(bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes)), own_s=tuple(own_s))
+
+
+def own_seconds(device: torch.device, clock: ComputeClock, busy_s: float, tp_wait_s: float) -> float:
+    """The seconds in which a rank has computed without waiting for its tensor-parallel group; 0 if they are unknown.
+
+    A device's waits for the group are part of its computes: all of their time counts, and the group's ranks have about
+    the same. Where only the host's clock was asked, it has timed the orders that a device was given.
+    """
+    if clock.is_of_device:
+        return busy_s
+    return 0.0 if is_accelerator(device) else max(0.0, busy_s - tp_wait_s)
 
 
 def measures_norms(config: Config, iteration: int) -> bool:

@@ -82,15 +82,20 @@ class FaultInjector:
 
     def slow_down(self, seconds: float) -> float:
         """Sleeps as long as a compute of these seconds takes longer while this rank is slow; returns its seconds."""
+        factor = self.slowness()
+        if factor > 1.0:
+            self.sleep((factor - 1.0) * seconds)
+        return factor * seconds
+
+    def slowness(self) -> float:
+        """How many times as long this rank's computes are to take in this step."""
         factor = 1.0
         for fault in self._slow:
             has_begun = fault.step <= self._step
             is_over = fault.num_steps is not None and self._step >= fault.step + fault.num_steps
             if has_begun and not is_over and self._is_here(fault):
                 factor = max(factor, fault.factor)
-        if factor > 1.0:
-            self.sleep((factor - 1.0) * seconds)
-        return factor * seconds
+        return factor
 
     def _is_here(self, fault: FaultConfig) -> bool:
         """Whether the fault names this rank; one that joins has no coordinates before its first step."""

@@ -45,6 +45,7 @@ class WorkerHooks:
         return RankHooks(
             on_instruction=self.on_instruction,
             compute_hook=self._injector.slow_down,
+            slowness=self._injector.slowness,
             phase_hook=self.enter_phase,
             label=self._trace.label,
         )

@@ -18,6 +18,7 @@ from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.check import check_plan
+from parallel3d.pipeline.compute_clock import DeviceClock, HostClock
 from parallel3d.pipeline.executor import Executor, LoadedMicroBatch
 from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.partition import StageCosts
@@ -95,9 +96,26 @@ class StagedLinks:
         return self.links.receive(source, expected)
 
 
+class TimedChunk(torch.nn.Module):
+    """A chunk that takes a device a second forward and two backward."""
+
+    def __init__(self, chunk, device):
+        super().__init__()
+        self.chunk, self.device = chunk, device
+
+    def forward(self, *args):
+        output = self.chunk(*args)
+        self._take(1.0)
+        output.register_hook(lambda grad: self._take(2.0))
+        return output
+
+    def _take(self, seconds):
+        self.device.now_s += seconds
+
+
 def run(grid, plan, batch=None, model=MODEL, devices=None):
     """Returns for each rank its result, its gradients by name, how often each parameter had one in which op, its hook
-    calls."""
+    calls. `devices` measure it as well."""
     batch = batch or BatchPlan(
         seed=1, iteration=1, num_micro_batches=NUM_MICRO_BATCHES, micro_batch_size=2, sequence_length=SEQ
     )
@@ -113,7 +131,7 @@ def run(grid, plan, batch=None, model=MODEL, devices=None):
             on_added = lambda name=p.sharding.name: counts.update([(name, told[-1])])  # noqa: E731
             p.attach(GradientSink.with_own_buffer(p, weight_grads=weight_grads, on_added=on_added))
         executor = Executor(
-            chunks=list(chunks),
+            chunks=list(chunks) if devices is None else [TimedChunk(chunk, devices[rank]) for chunk in chunks],
             layout=plan.request.layout,
             grid=grid,
             rank=rank,
@@ -124,6 +142,7 @@ def run(grid, plan, batch=None, model=MODEL, devices=None):
             dtype=torch.float64,
             device=torch.device("cpu"),
             accelerator=None if devices is None else devices[rank],
+            clock=HostClock() if devices is None else DeviceClock(devices[rank]),
             token=world.tokens[rank],
             weight_grads=weight_grads,
             on_instruction=lambda step: told.append(step.op),
@@ -170,6 +189,21 @@ def test_copies_between_stages_run_beside_the_computation(schedule):
         assert result.losses == other.losses
         num_copies = Counter(devices[coordinates.pp].log)
         assert num_copies["to_host copies"] and num_copies["to_device copies"] and not num_copies["compute copies"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_device_computes_for_as_long_as_its_own_clock_says_and_input_is_not_part_of_it(schedule):
+    """Its computing stream waits 100 s for each input; the host waits for copies that it sends, and no longer."""
+    grid = Grid.uniform(tp_size=1, pp_size=3, dp_size=1)
+    plan, devices = make_plan(grid, schedule), [LazyAccelerator() for _ in grid.ranks]
+    for device in devices:
+        device.wait_s = 100.0
+    for coordinates, result, *_ in run(grid, plan, devices=devices):
+        device, times = devices[coordinates.pp], result.times()
+        assert times.busy_s == 3.0 * NUM_MICRO_BATCHES
+        num_inputs = device.log.count("compute waits for to_device")
+        assert num_inputs and times.run_s == times.busy_s + 100.0 * num_inputs
+        assert "the host waits for compute" not in device.log
 
 
 @pytest.mark.each_value
@@ -225,7 +259,7 @@ def test_chunks_have_the_gradients_of_one_process(counts, chunks, tp_size, split
     for coordinates, result, _, _, _ in results:
         mine = [m for m, route in enumerate(plan.routes) if route[coordinates.pp] == coordinates.dp]
         assert result.backwarded == result.forwarded == Counter((m, c) for m in mine for c in range(chunks))
-        assert 0 < result.busy_s <= result.run_s
+        assert 0 < result.times().busy_s <= result.times().run_s
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

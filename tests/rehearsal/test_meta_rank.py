@@ -1,7 +1,10 @@
 """A rehearsed step: of a model of any number of layers, of any rank of a grid."""
 
+from itertools import groupby
+
 import pytest
 
+from parallel3d.accelerator import MetaAccelerator
 from parallel3d.config.load import resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
@@ -63,6 +66,36 @@ def test_tensor_parallel_ranks_share_the_products_and_meet_in_collectives():
     collectives = {work.name for work in shared.works if work.kind == "collective"}
     assert collectives == {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max"}
     assert not any(work.kind == "collective" for work in solo.works)
+
+
+class LoggedEvent:
+    def __init__(self, log):
+        self.log = log
+
+    def record(self, stream):
+        self.log.append("record")
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end_event):
+        self.log.append("read")
+        return 1.0
+
+
+def test_a_device_is_timed_without_a_kernel_or_a_wait(monkeypatch):
+    """Its events are read after the step's one wait for the numbers."""
+    plain = rehearse(config(), make_stage).total
+    log, wait = [], MetaAccelerator.synchronize
+    monkeypatch.setattr(MetaAccelerator, "timed_event", lambda self: LoggedEvent(log))
+    monkeypatch.setattr(MetaAccelerator, "synchronize", lambda self: (log.append("wait"), wait(self)))
+    assert rehearse(config(), make_stage).total == plain and "record" not in log
+    log.clear()
+    asked = config()
+    balanced = asked.model_copy(update={"elastic": asked.elastic.model_copy(update={"balance": True})})
+    assert rehearse(balanced, make_stage).total == plain
+    num_waits, log = log.count("wait"), [each for each, _ in groupby(log)]
+    assert log == ["record", "wait", "read"] * 2 and num_waits == 2
 
 
 def test_a_warmup_does_not_shorten_the_rehearsed_sequences():

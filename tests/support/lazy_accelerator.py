@@ -3,6 +3,8 @@
 Computation on the CPU happens at once, so it stands for a device's computing stream. A copy is only written down; it is
 done when the host waits for a later event, or the computing stream waits for one. Memory that waits for a copy
 holds NaN (the largest integer), so what is read before its event is seen in the numbers.
+
+Its clock is moved by the test, by spinning and, if `wait_s` is set, by each wait of the computing stream.
 """
 
 from contextlib import contextmanager
@@ -21,6 +23,10 @@ class LazyAccelerator(Accelerator):
         self.device = torch.device("cpu")
         self.log = []
         self.kept = []
+        self.now_s, self.wait_s = 0.0, 0.0
+        self.is_behind = False
+        """Whether the device has not come to any timed event yet."""
+        self.num_timed_events = 0
         self._streams = {name: LazyStream(self, name) for name in (COMPUTE, TO_HOST, TO_DEVICE)}
         self._current = COMPUTE
 
@@ -62,6 +68,13 @@ class LazyAccelerator(Accelerator):
         if stream.name == COMPUTE:
             stream.run(len(stream.work))
 
+    def timed_event(self):
+        self.num_timed_events += 1
+        return LazyTimedEvent(self)
+
+    def spin(self, seconds):
+        self.now_s += seconds
+
 
 class LazyStream:
     def __init__(self, accelerator, name):
@@ -82,6 +95,7 @@ class LazyStream:
         self.accelerator.log.append(f"{self.name} waits for {event.stream.name}")
         if self.name == COMPUTE:
             event.stream.run(event.end)
+            self.accelerator.now_s += self.accelerator.wait_s
         else:
             self.work.append(lambda: event.stream.run(event.end))
 
@@ -93,6 +107,22 @@ class LazyEvent:
     def synchronize(self):
         self.stream.accelerator.log.append(f"the host waits for {self.stream.name}")
         self.stream.run(self.end)
+
+
+class LazyTimedEvent:
+    def __init__(self, accelerator):
+        self.accelerator, self.at_s = accelerator, None
+
+    def record(self, stream):
+        assert stream.name == COMPUTE
+        self.at_s = self.accelerator.now_s
+
+    def query(self):
+        return not self.accelerator.is_behind
+
+    def elapsed_time(self, end_event):
+        assert self.query() and end_event.query(), "as CUDA: an error, and no wait"
+        return 1000 * (end_event.at_s - self.at_s)
 
 
 def poisoned(tensor):

@@ -32,6 +32,7 @@ def fault_hooks(injector: FaultInjector, config: Config) -> RankHooks:
     return RankHooks(
         on_instruction=lambda step: injector.enter_instruction(step.op.value),
         compute_hook=(lambda seconds: injector.slow_down(1.0)) if config.elastic.balance else (lambda seconds: seconds),
+        slowness=injector.slowness,
         phase_hook=injector,
     )
 

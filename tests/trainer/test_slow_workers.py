@@ -9,16 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from parallel3d.config.schema import Config, FaultConfig
+from parallel3d.config.schema import Config, ElasticConfig, FaultConfig
 from parallel3d.inprocess.harness import ElasticRunResult
 from parallel3d.parallel.grid import Grid
+from parallel3d.pipeline.compute_clock import ComputeClock, DeviceClock, HostClock
 from parallel3d.pipeline.request import NORMAL
 from parallel3d.pipeline.slow_replicas import WINDOW, ReplicaSpeeds
+from parallel3d.trainer.build import choose_clock
+from parallel3d.trainer.context import RankContext, RankHooks
 from parallel3d.trainer.plans import Plans, build_grid, unit_times
 from parallel3d.trainer.state import TrainState
+from parallel3d.trainer.step import own_seconds
 from tests.support import tiny_runs
 from tests.support.join_runs import dies, run_with_joins
+from tests.support.lazy_accelerator import LazyAccelerator
 from tests.support.thread_kills import assert_same_run, run
 
 
@@ -89,6 +95,77 @@ def test_the_run_is_the_undisturbed_one(name: str):
         parallel = dict(**parallel, virtual_stages=2)
     done = check(make_config(parallel, WINDOW + 8, **sections), faults, joins, num_changes=num_changes)
     assert done.balances
+
+
+def put_on_a_device(rank: int, runtime: RankContext) -> None:
+    """The rank's clock is that of a stand-in, which takes a second for a chunk forward and two backward."""
+    device = LazyAccelerator()
+
+    def take(seconds: float) -> None:
+        device.now_s += seconds
+
+    def on_output(chunk: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        take(1.0)
+        if output.requires_grad:
+            output.register_hook(lambda grad: take(2.0))
+
+    for chunk in runtime.chunks:
+        chunk.register_forward_hook(on_output)
+    runtime.clock = DeviceClock(device, runtime.hooks.slowness)
+
+
+DEVICE_ROWS: dict[str, dict[str, Any]] = {
+    "dp2": dict(dp_size=2),
+    "pp2-dp3": dict(pp_size=2, dp_size=3),
+    "tp2": dict(dp_size=2, tp_size=2),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", DEVICE_ROWS)
+def test_on_a_device_its_own_seconds_choose_the_routes(name: str):
+    config = make_config(DEVICE_ROWS[name], WINDOW + 8)
+    slow_rank = build_grid(config).ranks[-1]
+    done = run(config, [slow(slow_rank)], watch=put_on_a_device)
+    assert_same_run(done, run(config.model_copy(update=dict(elastic=ElasticConfig()))))
+    (found,) = done.balances
+    assert found["step"] == WINDOW and list(found["slow"].values()) == [2.0] and found["step_share"] < 1
+    assert not done.notices, "within a tensor-parallel group a device does not know who waits"
+
+
+def test_a_device_that_is_not_slow_keeps_its_routes():
+    done = run(make_config(dict(dp_size=2), WINDOW + 3), watch=put_on_a_device)
+    assert not done.balances
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "of_device"),
+    [
+        ("cpu", dict(balance=True), False),
+        ("cuda:0", dict(balance=True), True),
+        ("cuda:0", dict(), False),
+        ("cuda:0", dict(faults=[slow(0)]), True),
+        ("cuda_shared", dict(balance=True, faults=[slow(0)]), False),
+    ],
+)
+def test_a_devices_clock_is_asked_where_its_seconds_are_of_use(device: str, settings: dict[str, Any], of_device: bool):
+    plain = make_config(dict(dp_size=2), 2)
+    run_config = plain.run.model_copy(update=dict(device=device.partition(":")[0]))
+    config = plain.model_copy(update=dict(run=run_config, elastic=ElasticConfig(**settings)))
+    clock = choose_clock(config, torch.device(device.replace("cuda_shared", "cuda:0")), RankHooks())
+    assert isinstance(clock, DeviceClock if of_device else HostClock)
+
+
+@pytest.mark.parametrize(
+    ("device", "clock", "expected"),
+    [
+        ("cpu", HostClock(), 2.0),
+        ("cuda", DeviceClock(LazyAccelerator()), 5.0),
+        ("cuda", HostClock(), 0.0),
+    ],
+)
+def test_the_hosts_seconds_say_nothing_of_a_device(device: str, clock: ComputeClock, expected: float):
+    assert own_seconds(torch.device(device), clock, 5.0, 3.0) == expected
 
 
 def test_a_slow_worker_hands_its_place_over():

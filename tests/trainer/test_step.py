@@ -11,6 +11,7 @@ import torch
 from parallel3d.data.reader import Reader
 from parallel3d.errors import ProtocolError
 from parallel3d.inprocess.world import ThreadWorld, run_threads
+from parallel3d.pipeline.compute_clock import ListTimes
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.trainer.batching import next_batch
 from parallel3d.trainer.context import Transports
@@ -152,7 +153,7 @@ def test_seconds_ride_behind_the_entry_and_not_in_it():
 
         def timed(steps, batch, load):
             result = plain(steps, batch, load)
-            result.busy_s, result.run_s = 1.0 + rank.rank, 16.0
+            result.times = lambda: ListTimes(1.0 + rank.rank, 16.0)
             return result
 
         rank.executor.run = timed if rank.state.iteration == 0 else plain

@@ -4,13 +4,17 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.schema import ElasticConfig, FaultConfig, RandomFaults
+from parallel3d.trainer.loop import Phase
 from parallel3d.worker.fault_injection import STEP_PHASES, FaultInjector, plan_faults
+from parallel3d.worker.hooks import WorkerHooks
+from tests.support import tiny_runs
 
 
 def lots(**fields):
@@ -234,3 +238,17 @@ def test_a_sleep_is_slept_and_kills_nobody(monkeypatch):
     run_step(fault_hook, 2)
     run_step(fault_hook, 2)
     assert slept == [7.5] and happened == []
+
+
+def test_a_worker_is_slow_by_the_host_or_by_its_device_for_some_steps():
+    slow = {"rank": 0, "step": 2, "kind": "slow", "factor": 3.0, "num_steps": 2}
+    config = tiny_runs.make_config(run=dict(num_steps=9), elastic=dict(faults=[slow]))
+    ignored = SimpleNamespace(begin=lambda *args: None)
+    hooks = WorkerHooks(config, SimpleNamespace(rank=0, world_size=2, heartbeat=ignored, worker_status=ignored))
+    slept, found = [], []
+    hooks._injector.sleep = slept.append
+    rank_hooks = hooks.for_rank()
+    for step in range(1, 6):
+        hooks.begin(Phase.STEP, step)
+        found.append((rank_hooks.slowness(), rank_hooks.compute_hook(0.5)))
+    assert found == [(1.0, 0.5), (3.0, 1.5), (3.0, 1.5), (1.0, 0.5), (1.0, 0.5)] and slept == [1.0, 1.0]

@@ -87,8 +87,8 @@ class FaultConfig(Section):
     it has built its part of the model, before it is admitted."""
     kind: Literal["kill", "stop", "term", "sleep", "slow", "flip", "nan"] = "kill"
     """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure. sleep: pauses for `seconds`. slow:
-    computes at 1 / `factor` of its speed for `num_steps`. flip: flips one bit of the worker's first weight, as faulty
-    memory would. nan: makes its first weight NaN, and the run diverges."""
+    computes at 1 / `factor` of its speed for `num_steps`, a GPU not in its first step. flip: flips one bit of the
+    worker's first weight, as faulty memory would. nan: makes its first weight NaN, and the run diverges."""
     attempt: NonNegativeInt = 0
     """The attempt with the fault: 0 is the first start of the run, n the n-th restart."""
     seconds: NonNegativeFloat = 1.0
@@ -162,7 +162,7 @@ class ElasticConfig(Section):
     first steps of a warmup of batch sizes. Null: no stage gets wider than it was at the start."""
     balance: bool = False
     """Give slow replicas less work: every step's times choose the routes of the next ones. With precision.sums float,
-    two runs then differ by the order of sums, as after a loss. No effect on GPUs yet."""
+    two runs then differ by the order of sums, as after a loss. No effect with run.device cuda_shared."""
     drain_slow: bool = True
     """With balance: a replica that is so slow that steps take no longer without it leaves, if its stage has at least
     three."""
