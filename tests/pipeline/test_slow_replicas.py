@@ -37,13 +37,35 @@ def after(speeds: ReplicaSpeeds, num_steps: int, *times: float) -> ReplicaSpeeds
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_is_not_slowness(seed: int):
-    """1,000 steps of four equal replicas, each off by 10 % (one standard deviation): the plan never changes."""
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_stages", "width"), [(1, 2), (8, 2), (1, 4), (1, 16), (4, 16), (1, 64), (1, 256)])
+def test_noise_is_not_slowness(num_stages: int, width: int, seed: int):
+    """1,000 steps of equal replicas, each off by 10 % (one standard deviation): the plan never changes."""
     noise, speeds = random.Random(seed), ReplicaSpeeds()
-    for _ in range(1_000):
-        speeds = speeds.after({replica: noise.lognormvariate(0, 0.1) for replica in STAGE})
-        assert speeds.of_grid(((0, 1, 2, 3),)) == ()
+    grid = (tuple(range(width)),) * num_stages
+    stages = [(stage, replica) for stage, ids in enumerate(grid) for replica in ids]
+    for step in range(1_000):
+        speeds = speeds.after({replica: noise.lognormvariate(0, 0.1) for replica in stages})
+        assert speeds.of_grid(grid) == (), step
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("num_slow", [1, 8, 15])
+@pytest.mark.parametrize("seed", range(3))
+def test_slow_replicas_are_found_in_noise(num_slow: int, seed: int):
+    """Also where most of a stage is slow: the few that are fast are the measure. Each is found, and no other one."""
+    noise, speeds = random.Random(seed), ReplicaSpeeds()
+    for _ in range(100):
+        speeds = speeds.after({(0, r): noise.lognormvariate(0, 0.1) * (2 if r < num_slow else 1) for r in range(16)})
+    assert set(speeds.slowness) == {(0, replica) for replica in range(num_slow)}
+    assert all(abs(factor - 2 * NORMAL) < NORMAL / 2 for factor in speeds.slowness.values())
+
+
+def test_one_that_is_nearly_as_fast_is_no_measure():
+    """The measure is the middle of those within 15 % of the fastest, the lower one of two."""
+    assert after(ReplicaSpeeds(), WINDOW, 1, 1.1, 1.14, 2.2).slowness == {(0, 3): 32}
+    assert after(ReplicaSpeeds(), WINDOW, 1, 1.1, 1.2, 2.2).slowness == {(0, 3): 35}
+    assert after(ReplicaSpeeds(), WINDOW, 1, 1.2, 2, 2).slowness == {(0, 2): 32, (0, 3): 32}
 
 
 def test_a_slow_replica_is_found_and_forgiven():
