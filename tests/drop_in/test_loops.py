@@ -184,6 +184,43 @@ def test_the_plain_loop_trains_as_one_process_on_the_same_steps() -> None:
         torch.testing.assert_close(weights, whole, rtol=0, atol=1e-6)
 
 
+def replay(steps_given: list[list[int]], num_samples: int) -> torch.Tensor:
+    """The weights of one process that makes the optimizer's step for the mean over each step's samples."""
+    numbers, model = Numbers(num_samples, torch.float64), make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for given in steps_given:
+        optimizer.zero_grad()
+        (model(numbers.x[given]).squeeze(1) - numbers.y[given]).square().mean().backward()
+        optimizer.step()
+    return torch.cat([each.detach().view(-1) for each in model.parameters()])
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", range(3, NUM_CALLS + 1))
+def test_the_plain_loop_trains_on_what_a_loss_has_left(call: int, rank: int) -> None:
+    """As one process on the samples of the committed steps: the mean over those that the survivors have. Slots of 2,
+    of 3 workers, then of 2; 24 samples, so that all have some in every step. float64: 1e-12 is the order of sums."""
+    options: dict[str, Any] = dict(num_samples=24, sums="float", dtype=torch.float64)
+    run = run_loop(3, deaths={rank: call}, **options, **PLAIN)
+    by_step: dict[int, dict[int, tuple[int, ...]]] = {}
+    for worker, given in run.computed.items():
+        for step, samples in given:
+            by_step.setdefault(step, {})[worker] = samples
+    died_in, last = run.computed[rank][-1]
+    assert len(last) == 2 and {len(by_step[step]) for step in range(1, died_in + 1)} == {3}
+    del by_step[died_in][rank]
+    kept = [sum(by_step[step].values(), ()) for step in sorted(by_step)]
+    published = {record["step"]: record["num_samples"] for records in run.published.values() for record in records}
+    counts = [published[step] for step in sorted(by_step)]
+    assert counts == [len(samples) for samples in kept]
+    assert counts[:died_in] == [6] * (died_in - 1) + [6 - len(last)]
+    lost = last if died_in > 4 else ()  # in the last epoch, whose dropped samples return no more
+    assert Counter(sum(kept, ())) + Counter(lost) == Counter([*range(24)] * 2)
+    for weights in run.weights.values():
+        torch.testing.assert_close(weights, replay([list(samples) for samples in kept], 24), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("num_samples", [17, 20, 23])
 def test_slots_that_are_smaller_than_a_batch_end_an_epoch(num_samples: int) -> None:
     """Three workers have slots of at most 4. The last steps are 1 + 2 + 2, 2 + 3 + 3 and 3 + 4 + 4."""
