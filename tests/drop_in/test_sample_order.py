@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 import pytest
 from hypothesis import given
@@ -15,17 +16,30 @@ from parallel3d.elastic.drop_in.sample_order import DROPPED, SampleOrder, Sample
 from parallel3d.errors import ProtocolError
 from parallel3d.precision.fixed_point import ExactSum
 
+MAX_WORKERS = 7
+
 
 @dataclass(frozen=True)
 class Change:
-    """A change of membership in the middle of a step: how many workers are lost, and how many join."""
+    """A change of membership in the middle of a step."""
 
-    at_step: int
-    lost: int
+    lost: frozenset[int]
+    """Places among the workers."""
+    kept: int
+    """The place of one that remains, whoever is lost; modulo the number of workers."""
     joined: int
 
 
-HISTORIES = st.lists(st.builds(Change, st.integers(1, 12), st.integers(0, 3), st.integers(0, 2)), max_size=4)
+History = list[list[Change]]
+"""The changes of each step, in turn: after the last come the first again, so that there are some until the run ends."""
+
+CHANGES = st.builds(
+    Change,
+    st.frozensets(st.integers(0, MAX_WORKERS - 1)),
+    st.integers(0, MAX_WORKERS - 1),
+    st.integers(0, 3),
+)
+HISTORIES = st.lists(st.just([]) | st.lists(CHANGES, max_size=3), min_size=1, max_size=12)
 ORDERS = st.builds(
     lambda num_samples, slot_size, slots, seed: SampleOrder(
         num_samples=num_samples, slot_size=slot_size, batch_size=slots and slots * slot_size, seed=seed
@@ -46,13 +60,20 @@ class Account:
     steps: list[tuple[int, ...]]
 
 
-def run_history(order: SampleOrder, num_workers: int, changes: list[Change], num_epochs: int = 3) -> Account:
+def change_workers(workers: tuple[int, ...], change: Change, new: Iterator[int]) -> tuple[int, ...]:
+    """The workers after a change, ascending and at most `MAX_WORKERS`. Numbers are never used again."""
+    kept = change.kept % len(workers)
+    after = [worker for place, worker in enumerate(workers) if place == kept or place not in change.lost]
+    return (*after, *islice(new, min(change.joined, MAX_WORKERS - len(after))))
+
+
+def run_history(order: SampleOrder, num_workers: int, history: History, num_epochs: int = 3) -> Account:
     """Trains for some epochs. All of a step's changes come before its commit; a worker always remains."""
     workers, new = tuple(range(num_workers)), count(num_workers)
     state, account = order.begin(workers), Account({}, {}, [])
     while state.epoch < num_epochs:
-        for change in [change for change in changes if change.at_step == state.step]:
-            workers = workers[min(change.lost, len(workers) - 1) :] + tuple(next(new) for _ in range(change.joined))
+        for change in history[state.step % len(history)]:
+            workers = change_workers(workers, change, new)
             state = order.change_workers(state, workers)
         slots = [slot for slot, owner in enumerate(state.owners) if owner != DROPPED]
         assert {state.owners[slot] for slot in slots} <= set(workers)
@@ -63,6 +84,7 @@ def run_history(order: SampleOrder, num_workers: int, changes: list[Change], num
         assert len(used) + len(left_out) == state.size
         account.trained.setdefault(state.epoch, Counter()).update(used)
         account.dropped.setdefault(state.epoch, Counter()).update(left_out)
+        assert Counter(state.dropped) == account.dropped[state.epoch]
         account.steps.append(tuple(used))
         state = order.advance(state, workers)
     return account
@@ -70,9 +92,9 @@ def run_history(order: SampleOrder, num_workers: int, changes: list[Change], num
 
 @given(ORDERS, st.integers(1, 5), HISTORIES)
 def test_each_epoch_is_the_dataset_without_what_it_dropped(
-    order: SampleOrder, num_workers: int, changes: list[Change]
+    order: SampleOrder, num_workers: int, history: History
 ) -> None:
-    account = run_history(order, num_workers, changes)
+    account = run_history(order, num_workers, history)
     whole = Counter(range(order.num_samples))
     returned = Counter[int]()
     for epoch in range(3):
@@ -84,10 +106,10 @@ def test_each_epoch_is_the_dataset_without_what_it_dropped(
 
 @given(ORDERS, st.integers(1, 5), HISTORIES)
 def test_redo_makes_the_same_steps_with_any_workers(
-    order: SampleOrder, num_workers: int, changes: list[Change]
+    order: SampleOrder, num_workers: int, history: History
 ) -> None:
     if order.batch_size is not None:
-        assert run_history(order, num_workers, changes).steps == run_history(order, 1, []).steps
+        assert run_history(order, num_workers, history).steps == run_history(order, 1, [[]]).steps
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 6))
