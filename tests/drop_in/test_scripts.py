@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from parallel3d.elastic.drop_in.launch_script import JOIN_VARIABLE
+from parallel3d.elastic.drop_in.script import use_own_gpu
 from tests.support.processes import read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,14 @@ def read_script(directory: Path, process: subprocess.Popen[str]) -> Ended:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     weights = {int(each.stem.split("-")[1]): torch.load(each) for each in directory.glob("weights-*.pt")}
     return Ended(code=process.returncode, out=out, err=err, lines=lines, weights=weights)
+
+
+def assert_variables(directory: Path, *, places: dict[int, int], num_workers: int) -> None:
+    """What scripts found in their environment; `places`: the first rank in the place of each worker."""
+    for rank, place in places.items():
+        found = json.loads((directory / f"variables-{rank}.json").read_text())
+        own = {"RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": num_workers, "LOCAL_WORLD_SIZE": num_workers}
+        assert found == {name: str(number) for name, number in own.items()}, rank
 
 
 def assert_same_weights(ended: Ended, reference: dict[str, torch.Tensor]) -> None:
@@ -122,6 +131,7 @@ def test_two_deaths_of_four_and_a_return_end_where_no_fault_does(tmp_path: Path,
         for name, value in weights.items():
             torch.testing.assert_close(value, calm.weights[0][name], rtol=0, atol=0 if sums == "exact" else 1e-6)
     assert sorted(ended.losses) == list(range(1, 41))
+    assert_variables(tmp_path / "faults", places={0: 0, 1: 1, 2: 2, 3: 3, 4: 1}, num_workers=4)
     lost = [change["why"].partition(":")[0] for change in ended.changes if not change["joined"]]
     assert lost == ["lost rank 1", "lost rank 0"]
 
@@ -153,6 +163,28 @@ def test_a_script_runs_under_torchrun(tmp_path: Path, loop: str) -> None:
     assert set(ended.weights) == {0, 2}
     assert_same_weights(ended, ended.weights[0])
     assert len(ended.changes) == 1
+    assert_variables(tmp_path / "run", places={0: 0, 1: 1, 2: 2}, num_workers=3)
+
+
+@pytest.mark.full
+def test_a_worker_comes_back_under_torchrun(tmp_path: Path) -> None:
+    spec = dict(epochs=20, kills={"2": 1}, max_rejoins=1, wait_at=3, step_s=0.5)
+    ended = run_script(tmp_path / "run", torchrun=2, num_workers=2, **spec)
+    assert ended.code == 0, ended
+    assert set(ended.weights) == {0, 2}
+    assert_variables(tmp_path / "run", places={0: 0, 1: 1, 2: 1}, num_workers=2)
+
+
+@pytest.mark.parametrize(("local_rank", "num_gpus", "chosen"), [(1, 4, [1]), (3, 2, [1]), (2, 1, [0]), (1, 0, [])])
+def test_a_worker_has_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, num_gpus: int, chosen: list[int]
+) -> None:
+    """One of several, one of too few, the only one that a launcher shows it, or none."""
+    used: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    use_own_gpu(local_rank)
+    assert used == chosen
 
 
 @pytest.mark.full

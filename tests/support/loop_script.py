@@ -67,6 +67,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     model = elastic.DataParallel(network, optimizer, sums=SPEC.get("sums", "exact"))
     epochs = SPEC.get("epochs", 2)
+    found = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    (DIRECTORY / f"variables-{RANK}.json").write_text(json.dumps(found))
     if SPEC["num_workers"] <= RANK:
         (DIRECTORY / "joiner").touch()
     if SPEC.get("loop") == "plain":

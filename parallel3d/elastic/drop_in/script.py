@@ -42,6 +42,8 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
     sys.stdout = LeaderStream(sys.stdout, lambda: is_leader(session), lambda text: publish_line(context, text))
     torch.set_num_threads(max(1, usable_cores() // context.local_world_size))
     torch.manual_seed(script.seed)
+    os.environ.update(launcher_variables(context))
+    use_own_gpu(context.local_rank)
     try:
         if script.module:
             runpy.run_module(script.module, run_name="__main__", alter_sys=True)
@@ -54,6 +56,26 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
             raise
     session.end()
     return 0
+
+
+def launcher_variables(context: WorkerContext) -> dict[str, str]:
+    """The variables that a script finds, with a launcher or without: those of the first worker in its place, so that a
+    rank is always less than the number of workers that the run began with."""
+    first_rank = context.rank if context.first_rank is None else context.first_rank
+    numbers = {
+        "RANK": first_rank,
+        "LOCAL_RANK": context.local_rank,
+        "WORLD_SIZE": context.world_size,
+        "LOCAL_WORLD_SIZE": context.local_world_size,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def use_own_gpu(local_rank: int) -> None:
+    """Makes "cuda" this worker's own GPU; the script may choose another one. A launcher may show each worker one alone.
+    Where there are more workers than GPUs, some share one: NCCL says that it refuses that."""
+    if num_gpus := torch.cuda.device_count():
+        torch.cuda.set_device(local_rank % num_gpus)
 
 
 def open_session(script: Script, context: WorkerContext) -> Session:

@@ -75,7 +75,9 @@ class WorkerForks:
         self._slots[rank] = slot
         if not self.rejoins.take(slot):
             raise OSError("the offer to start it is void")
-        return self._fork(slot, replace(self._specs[slot], rank=rank, part=part, log=self._log(rank)), held)
+        first = self._specs[slot]
+        spec = replace(first, rank=rank, part=part, log=self._log(rank), first_rank=first.rank)
+        return self._fork(slot, spec, held)
 
     def describe_end(self, rank: int, exit_code: int) -> str:
         """Returns how a worker has failed, and in a second line where its log is, whose last line is its exception."""

@@ -48,6 +48,8 @@ class WorkerSpec:
     """It waits until the run needs it for a part of the model."""
     part: PartId | None = None
     """For one that joins a run: the part of the model that it builds."""
+    first_rank: int | None = None
+    """For one in the place of another: the rank of the place's first worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class WorkerContext:
     """It waits until the run needs it for a part of the model."""
     part: PartId | None = None
     """For one that joins a run: the part of the model that it builds."""
+    first_rank: int | None = None
+    """For one in the place of another: the rank of the place's first worker."""
 
 
 WorkerMain = Callable[[WorkerContext], int]
@@ -117,6 +121,7 @@ def run_worker_process(
         worker_status=observe_waits(control, heartbeat),
         is_spare=spec.is_spare and not was_asked,
         part=spec.part,
+        first_rank=spec.first_rank,
     )
     heartbeat.start()
     leave_on_sigterm(control)
