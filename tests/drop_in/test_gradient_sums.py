@@ -226,6 +226,16 @@ def test_gradients_that_exact_sums_can_not_hold_are_refused() -> None:
         sums.end_slot()
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_sparse_gradients_are_refused(exact: bool) -> None:
+    table = nn.Embedding(8, 3, sparse=True)
+    sums = GradientSums(table.parameters(), exact=exact)
+    sums.begin_step(2, FIXED)
+    sums.begin_slot(2, SoloGroup())
+    with pytest.raises(UserError, match="without sparse=True"):
+        table(torch.tensor([1, 5])).sum().backward()
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     sums, group = GradientSums([parameter], exact=False), SoloGroup()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallel3d.elastic.drop_in.elastic_loop import DataParallel, Sampler, steps
+from parallel3d.elastic.drop_in.elastic_loop import CURRENT, DataParallel, Sampler, steps
 from parallel3d.errors import UserError
-from tests.support.loop_threads import NUM_SAMPLES, LoopRun, Numbers, make_model, run_loop
+from parallel3d.inprocess.world import ThreadWorld, run_threads
+from tests.support.loop_threads import NUM_SAMPLES, LoopRun, LoopSpec, LoopWorld, Numbers, make_model, run_loop
 
 PLAIN: dict[str, Any] = dict(is_plain_loop=True, sampler=dict(batch_size=None, on_failure="drop"))
 NUM_CALLS = 14
@@ -294,3 +295,13 @@ def test_mistakes_are_named() -> None:
         Sampler([], slot_size=2, batch_size=4)
     with pytest.raises(UserError, match="use elastic.steps"):
         next(iter(Sampler(range(8), slot_size=2, batch_size=4)))
+
+
+def test_no_sync_is_refused() -> None:
+    def work(rank: int, world: ThreadWorld) -> None:
+        network = make_model()
+        CURRENT.set(LoopWorld(LoopSpec(num_workers=1)).open_session(0))
+        with pytest.raises(UserError, match="batch_size of several slots"):
+            DataParallel(network, torch.optim.SGD(network.parameters())).no_sync()
+
+    run_threads(1, work)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -75,6 +75,13 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def no_sync(self) -> NoReturn:
+        """Refuses what DistributedDataParallel offers for the accumulation of gradients."""
+        raise UserError(
+            "elastic.DataParallel has no no_sync(): gradients are accumulated by elastic.steps, with a batch_size of "
+            "several slots for each worker and one backward pass for each slot"
+        )
 
 
 class Sampler:

@@ -92,6 +92,12 @@ class SumBucket:
         torch.mul(self.own, scale, out=self.reduced)
 
 
+SPARSE = (
+    "a parameter has a sparse gradient, and elastic sums are dense: make the layer without sparse=True "
+    "(nn.Embedding, nn.EmbeddingBag), and use an optimizer for dense gradients"
+)
+
+
 class GradientSums:
     """The gradients of `parameters` over one step after the other."""
 
@@ -206,6 +212,8 @@ class GradientSums:
         """Adds a parameter's new gradient to the own sums."""
         gradient, parameter.grad = parameter.grad, None
         bucket = self._bucket_of[parameter]
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UserError(SPARSE)
         if self._weight and gradient is not None:
             add = bucket.keep if self._group else bucket.add  # a worker's last slot may be its only one
             add(parameter, gradient, self._weight)
