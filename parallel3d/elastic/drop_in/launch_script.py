@@ -119,4 +119,18 @@ def _run_worker(options: dict[str, Any], context: WorkerContext) -> int:
     from parallel3d.elastic.drop_in.script import Script, run_worker_script
 
     IS_WORKER.set(True)
+    os.environ.update(launcher_variables(context))
     return run_worker_script(Script(**options), context)
+
+
+def launcher_variables(context: WorkerContext) -> dict[str, str]:
+    """The variables that a script finds, with a launcher or without: those of the first worker in its place, so that a
+    rank is always less than the number of workers that the run began with."""
+    first_rank = context.rank if context.first_rank is None else context.first_rank
+    numbers = {
+        "RANK": first_rank,
+        "LOCAL_RANK": context.local_rank,
+        "WORLD_SIZE": context.world_size,
+        "LOCAL_WORLD_SIZE": context.local_world_size,
+    }
+    return {name: str(number) for name, number in numbers.items()}

@@ -42,7 +42,6 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
     sys.stdout = LeaderStream(sys.stdout, lambda: is_leader(session), lambda text: publish_line(context, text))
     torch.set_num_threads(max(1, usable_cores() // context.local_world_size))
     torch.manual_seed(script.seed)
-    os.environ.update(launcher_variables(context))
     use_own_gpu(context.local_rank)
     try:
         if script.module:
@@ -56,19 +55,6 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
             raise
     session.end()
     return 0
-
-
-def launcher_variables(context: WorkerContext) -> dict[str, str]:
-    """The variables that a script finds, with a launcher or without: those of the first worker in its place, so that a
-    rank is always less than the number of workers that the run began with."""
-    first_rank = context.rank if context.first_rank is None else context.first_rank
-    numbers = {
-        "RANK": first_rank,
-        "LOCAL_RANK": context.local_rank,
-        "WORLD_SIZE": context.world_size,
-        "LOCAL_WORLD_SIZE": context.local_world_size,
-    }
-    return {name: str(number) for name, number in numbers.items()}
 
 
 def use_own_gpu(local_rank: int) -> None:

@@ -108,7 +108,21 @@ def run_worker_process(
         return error.exit_code
     except GenerationEnded:  # the guardian has said why
         return EXIT_COORDINATOR_LOST
-    context = WorkerContext(
+    context = _make_context(spec, control, secret, heartbeat)
+    heartbeat.start()
+    leave_on_sigterm(control)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    exit_code = run_main(spec.log, worker_main, context)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    control.finish(exit_code)
+    return exit_code
+
+
+def _make_context(
+    spec: WorkerSpec, control: ControlChannel, secret: bytes, heartbeat: Heartbeat
+) -> WorkerContext:
+    return WorkerContext(
         rank=spec.rank,
         world_size=spec.world_size,
         local_rank=spec.local_rank,
@@ -119,18 +133,10 @@ def run_worker_process(
         control=control,
         heartbeat=heartbeat,
         worker_status=observe_waits(control, heartbeat),
-        is_spare=spec.is_spare and not was_asked,
+        is_spare=spec.is_spare and spec.part is None,
         part=spec.part,
         first_rank=spec.first_rank,
     )
-    heartbeat.start()
-    leave_on_sigterm(control)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    exit_code = run_main(spec.log, worker_main, context)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    control.finish(exit_code)
-    return exit_code
 
 
 def leave_on_sigterm(control: ControlChannel) -> None:
