@@ -13,6 +13,7 @@ from parallel3d.commands.completion import complete
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import ConfigError
 from parallel3d.goodput.scenario import Scenario, load_scenario, parse_scenario
+from parallel3d.goodput.strategies import compare_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs/goodput").glob("*.json"))
@@ -146,11 +147,79 @@ def write_run(folder: Path, *overrides: str) -> Path:
     return folder / "config.json"
 
 
+SAVES_AND_RESTART = [
+    *({"step": step, "step_s": 0.2} for step in range(4, 51)),
+    {"step": 51, "step_s": 0.3},  # it is written during this step
+    {"event": "notice", "text": "saved step 50: runs/a/step-00000050, 1.0 MB", "snapshot_s": 0.05, "time": 20.0},
+    *({"step": step, "step_s": 0.2} for step in range(52, 60)),
+    {"event": "failure", "text": "worker lost", "time": 30.0},
+    {"event": "ended", "exit_code": 74, "attempt_start_step": 0, "last_step": 59, "text": "", "time": 31.0},
+    {"event": "restart", "step": 50, "lost_steps": 9, "skips_data": False, "time": 32.0},
+    {"step": 51, "step_s": 0.2, "time": 42.2},
+]
+"""Lines of a run with a save that costs 0.15 s and a restart that takes 12 s."""
+
+
+def scenario_of(path: Path, *overrides: str) -> Scenario:
+    config = load_config(path)
+    return parse_scenario(
+        goodput.scenario_of_run(config, path, goodput.measured_seconds(config, path)), list(overrides)
+    )
+
+
+def add_lines(folder: Path, lines: list[dict[str, Any]]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_what_a_runs_own_saves_and_restarts_cost(tmp_path: Path):
+    """All strategies save at the run's interval and pay the same for it: what they don't share is what they lose."""
+    path = write_run(tmp_path)
+    add_lines(tmp_path, SAVES_AND_RESTART)
+    scenario = scenario_of(path, "failures.per_device_hour=1e-9")
+    assert scenario.restarts.save_s == pytest.approx(0.15)
+    assert scenario.restarts.restart_s == pytest.approx(12.0)
+    assert scenario.recoveries.save_interval_s == scenario.restarts.interval_s == pytest.approx(10.0)
+    (row,) = compare_strategies(scenario)
+    assert row.estimates["restart"].num_restarts == 0
+    for name in ("restart", "rank drop", "replica drop, back after 1200 s", "reroute", "reroute, back after 40 s"):
+        assert row.estimates[name].goodput == pytest.approx(10 / 10.15, abs=1e-5), name
+
+
+def test_measured_and_assumed_numbers_are_told_apart(tmp_path: Path, capsys: Captured):
+    path = write_run(tmp_path)
+    add_lines(tmp_path, SAVES_AND_RESTART)
+    assert goodput.main(["--config", str(path), "recoveries.step_s=0.5", "recoveries.repair_interval_s=60"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    measured = [line.removeprefix("measured: ") for line in lines if line.startswith("measured: ")]
+    assert measured == [
+        "restarts.interval_s 10 s (50 steps of the configuration)",
+        "recoveries.save_interval_s 10 s (50 steps of the configuration)",
+        "restarts.save_s 0.15 s (1 save: 0.05 s between two steps, 0.1 s by slower steps while it is written)",
+        "restarts.restart_s 12 s (1 restart)",
+        "recoveries.pause_s 0.1 s (1 loss)",
+        "recoveries.join_pause_s 0.06 s (1 return)",
+    ]
+    assert lines[-1] == (
+        "assumed: failures.per_device_hour 1.5e-05, recoveries.replace_s 1,200, recoveries.rejoin_s 40 and 1,200"
+    )
+
+
+def test_a_run_without_saves_says_what_is_assumed_for_them(tmp_path: Path, capsys: Captured):
+    path = write_run(tmp_path)
+    assert goodput.main(["--config", str(path), "failures.per_device_hour=0.01", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"restarts.save_s", "restarts.restart_s"} <= set(found["assumed"])
+    assert "failures.per_device_hour" not in found["assumed"] and "recoveries.step_s" not in found["assumed"]
+    assert set(found["measured"]).isdisjoint(found["assumed"]) and "recoveries.step_s" in found["measured"]
+
+
 def test_a_runs_own_seconds(tmp_path: Path):
     path = write_run(tmp_path)
-    scenario = parse_scenario(goodput.scenario_of_run(load_config(path), path), ["days=5"])
+    scenario = scenario_of(path, "days=5")
     assert scenario.cluster.model_dump() == {"tp_size": 1, "pp_size": 2, "num_replicas": [2]}
     assert scenario.restarts.interval_s == pytest.approx(50 * 0.2)
+    assert scenario.restarts.save_s == 300 and scenario.restarts.restart_s == 1200  # it has neither saved nor restarted
     recoveries = scenario.recoveries
     assert recoveries.step_s == pytest.approx(0.2)
     assert recoveries.pause_s == pytest.approx(0.1) and recoveries.join_pause_s == pytest.approx(0.06)

@@ -13,14 +13,14 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from parallel3d.commands.parsers import parse
-from parallel3d.config.derived import stage_replicas
+from parallel3d.config.derived import save_intervals, stage_replicas
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
@@ -29,6 +29,7 @@ from parallel3d.goodput.paper_numbers import PaperNumber, UptimeAssumptions, for
 from parallel3d.goodput.scenario import Scenario, load_scenario, parse_scenario
 from parallel3d.goodput.strategies import ComparisonRow, compare_strategies
 from parallel3d.monitor.history import MetricsLog
+from parallel3d.monitor.run_costs import restart_times_s, save_costs
 from parallel3d.monitor.run_folder import METRICS, read_metrics
 from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.trainer.plans import build_grid, plan_schedule
@@ -43,10 +44,12 @@ def main(arguments: list[str]) -> int:
         if options.paper:
             print("\n".join(describe_paper()))
             return 0
-        scenario, speeds = read_input(options)
+        scenario, speeds, measured = read_input(options)
         rows = list(compare_strategies(scenario, speeds))
-        lines = [json.dumps(as_dict(scenario, rows), indent=2)] if options.json else describe(scenario, rows, speeds)
-        print("\n".join(lines))
+        if options.json:
+            print(json.dumps(as_dict(scenario, rows, measured), indent=2))
+        else:
+            print("\n".join([*describe(scenario, rows, speeds), *describe_sources(scenario, measured)]))
         if options.chart is not None:
             draw(options.chart, rows, scenario.name)
     except UserError as error:
@@ -55,21 +58,34 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def read_input(options: argparse.Namespace) -> tuple[Scenario, tuple[float, ...]]:
-    """The scenario; and the planned throughputs of a run after losses, unless an override has changed its layout."""
+def read_input(options: argparse.Namespace) -> tuple[Scenario, tuple[float, ...], dict[str, str]]:
+    """The scenario; the planned throughputs of a run after losses, unless an override has changed its layout; and what
+    is measured, with its source."""
     if options.config is None:
-        return load_scenario(options.scenario, options.overrides), ()
+        return load_scenario(options.scenario, options.overrides), (), {}
     config = resolve(load_config(options.config), config_path=options.config)
-    raw = scenario_of_run(config, Path(options.config))
+    path = Path(options.config)
+    measured = measured_seconds(config, path)
+    raw = scenario_of_run(config, path, measured)
     cluster = copy.deepcopy(raw["cluster"])
     scenario = parse_scenario(raw, options.overrides)
-    return scenario, planned_speeds(config) if scenario.cluster.model_dump() == cluster else ()
+    kept = {field: each.source for field, each in measured.items() if _value_of(scenario, field) == each.seconds}
+    return scenario, planned_speeds(config) if scenario.cluster.model_dump() == cluster else (), kept
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def scenario_of_run(config: Config, path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSeconds:
+    """A number of a scenario that a run has measured."""
+
+    seconds: float
+    source: str
+    """In words: of what it is the median."""
+
+
+def scenario_of_run(config: Config, path: Path, measured: Mapping[str, MeasuredSeconds]) -> dict[str, Any]:
     """The scenario of a run as JSON: its layout, and what its folder's metrics have measured."""
     replicas = stage_replicas(config)
     if len(set(replicas)) > 1:
@@ -85,22 +101,57 @@ def scenario_of_run(config: Config, path: Path) -> dict[str, Any]:
         "restarts": {},
         "recoveries": {},
     }
+    for field, each in measured.items():
+        section, _, name = field.partition(".")
+        raw[section][name] = each.seconds
+    return raw
+
+
+def measured_seconds(config: Config, path: Path) -> dict[str, MeasuredSeconds]:
+    """Fields of a scenario that the metrics beside a run's configuration have measured; all strategies save at the
+    run's own interval, and pay the same for it."""
     if not (path.parent / METRICS).is_file():
-        return raw
+        return {}
     try:
-        history = MetricsLog.of(read_metrics(path.parent / METRICS))
+        lines = list(read_metrics(path.parent / METRICS))
+        return {field: each for field, each in _measure(config, lines)}
     except (OSError, ValueError) as error:
         raise UserError(f"{path.parent / METRICS} can't be read: {error}") from None
+
+
+def _measure(config: Config, lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, MeasuredSeconds]]:
+    history = MetricsLog.of(lines)
     if steps_s := [line["step_s"] for line in history.steps if line.get("step_s")]:
-        raw["recoveries"]["step_s"] = step_s = median(steps_s)
-        if config.checkpoint.every is not None:
-            raw["restarts"]["interval_s"] = config.checkpoint.every * step_s
-    for field, has_joined in (("pause_s", False), ("join_pause_s", True)):
-        changes = [event for event in history.events if event["event"] == "membership"]
+        step_s = median(steps_s)
+        yield "recoveries.step_s", MeasuredSeconds(seconds=step_s, source=_count(steps_s, "step"))
+        if intervals := save_intervals(config.checkpoint):
+            source = f"{min(intervals):,} steps of the configuration"
+            for field in ("restarts.interval_s", "recoveries.save_interval_s"):
+                yield field, MeasuredSeconds(seconds=min(intervals) * step_s, source=source)
+    if costs := save_costs(lines):
+        slower = "unknown" if costs.slowdown_s is None else f"{max(0.0, costs.slowdown_s):.3g} s"
+        source = f"{costs.num_saves:,} {'save' if costs.num_saves == 1 else 'saves'}: {costs.snapshot_s:.3g} s between"
+        source += f" two steps, {slower} by slower steps while it is written"
+        yield "restarts.save_s", MeasuredSeconds(seconds=costs.seconds, source=source)
+    if times_s := list(restart_times_s(lines)):
+        yield "restarts.restart_s", MeasuredSeconds(seconds=median(times_s), source=_count(times_s, "restart"))
+    changes = [event for event in history.events if event["event"] == "membership"]
+    for field, what, has_joined in (("pause_s", "loss", False), ("join_pause_s", "return", True)):
         pauses = [pause_of(event) for event in changes if bool(event.get("joined")) is has_joined]
         if pauses:
-            raw["recoveries"][field] = median(pauses)
-    return raw
+            yield f"recoveries.{field}", MeasuredSeconds(seconds=median(pauses), source=_count(pauses, what))
+
+
+def _count(times_s: Sequence[float], what: str) -> str:
+    plural = what + ("es" if what.endswith("s") else "s")
+    return f"1 {what}" if len(times_s) == 1 else f"{len(times_s):,} {plural}"
+
+
+def _value_of(scenario: Scenario, field: str) -> Any:
+    if field == "failures.per_device_hour":
+        return scenario.failures.base_rate
+    section, _, name = field.partition(".")
+    return getattr(getattr(scenario, section), name)
 
 
 def pause_of(event: dict[str, Any]) -> float:
@@ -178,6 +229,35 @@ def describe_loss(row: ComparisonRow) -> Iterator[str]:
     yield "The rest of a loss are checkpoints, and time in which fewer devices train."
 
 
+def describe_sources(scenario: Scenario, measured: Mapping[str, str]) -> Iterator[str]:
+    """Says which numbers of the scenario are measured, and which ones only assumed, as neither the run nor the user has
+    given them."""
+    if measured:
+        yield ""
+    for field, source in measured.items():
+        yield f"measured: {field} {_value_of(scenario, field):.4g} s ({source})"
+    if names := assumed_fields(scenario):
+        yield ""
+        yield "assumed: " + ", ".join(f"{field} {_in_words(_value_of(scenario, field))}" for field in names)
+
+
+def assumed_fields(scenario: Scenario) -> list[str]:
+    """Fields of seconds and of the failure rate that have their defaults because nothing else was said."""
+    failures = scenario.failures
+    rate = ["failures.per_device_hour"] if failures.observed is None and failures.per_device_hour is None else []
+    seconds = [
+        f"{section}.{name}"
+        for section, costs in (("restarts", scenario.restarts), ("recoveries", scenario.recoveries))
+        for name in type(costs).model_fields
+        if name not in costs.model_fields_set and getattr(costs, name)
+    ]
+    return rate + seconds
+
+
+def _in_words(value: Any) -> str:
+    return " and ".join(f"{each:,g}" for each in value) if isinstance(value, list) else f"{value:,g}"
+
+
 def describe_paper() -> Iterator[str]:
     """FlexiTrain's and HLAT's numbers."""
     sections = {
@@ -199,8 +279,13 @@ def describe_number(number: PaperNumber) -> str:
     return f"  {number.what:<80} {number.computed:>9.4g} {published:>9}  {follows:<4}{note}".rstrip()
 
 
-def as_dict(scenario: Scenario, rows: Sequence[ComparisonRow]) -> dict[str, Any]:
-    return {"scenario": scenario.model_dump(), "rows": [asdict(row) for row in rows]}
+def as_dict(scenario: Scenario, rows: Sequence[ComparisonRow], measured: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "scenario": scenario.model_dump(),
+        "measured": dict(measured),
+        "assumed": assumed_fields(scenario),
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 def draw(path: Path, rows: Sequence[ComparisonRow], title: str) -> None:

@@ -215,6 +215,8 @@ class RunReporter:
         fields = {key: value for key, value in record.items() if key != "kind"}
         match record.get("kind"):
             case "step":
+                if self._run_history is not None and self._run_history.awaits_first_step:
+                    fields["time"] = round(time.time(), 3)  # how long the restart took (run_costs.py)
                 self._append(fields)
                 step_s = record.get("step_s", 0.0)
                 text = "  ".join(part for part in (_step_text(record), self._shape_text(record), self._workers) if part)

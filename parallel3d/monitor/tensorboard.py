@@ -13,7 +13,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError, Problem
 
-SKIPPED_FIELDS = ("step", "num_updates")
+SKIPPED_FIELDS = ("step", "num_updates", "time")
 """Figures of a step that make no useful curve."""
 
 
@@ -73,5 +73,5 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         return
     for name, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and name not in SKIPPED_FIELDS and not (kind == "evaluation" and name == "time"):
+        if is_number and name not in SKIPPED_FIELDS:
             yield f"{kind}/{name}", float(value)

@@ -3,7 +3,8 @@
 It is computed from the lines of metrics.jsonl, so that a process which continues another's run has it too:
 
     {"event": "started", "step", "time"}                                 a leg of the run starts after this step
-    {"step": 7, "step_s": 0.2}                                           a step is done
+    {"step": 7, "step_s": 0.2}                                           a step is done; the first after a restart
+                                                                         has its "time", too
     {"event": "evaluation", "step", "seconds"}                           an evaluation is done
     {"event": "summary", "final_loss", ...}                              the workers' figures of the whole run
     {"event": "diverged", "data"}                                        training diverged at this data position
@@ -147,6 +148,11 @@ class RunHistory:
     def last_evaluation(self) -> int:
         """The step before the last evaluation of the newest leg; -1 before the first."""
         return max(self._leg_evaluations, default=-1)
+
+    @property
+    def awaits_first_step(self) -> bool:
+        """Whether the run has restarted in this leg and made no step since."""
+        return bool(self._num_leg_restarts) and not self.newest
 
     @property
     def evaluation_times_s(self) -> list[float]:

@@ -170,7 +170,10 @@ class Trainer:
         if state.entries[-1].stop or self._is_over:
             self._save_final(loss)
         else:
-            self._reporter.notices(self.saver.begin(loss))
+            started = time.perf_counter()
+            texts = self.saver.begin(loss)
+            self._reporter.end_snapshot(time.perf_counter() - started)
+            self._reporter.notices(texts)
 
     def _save_final(self, training_loss: float | None) -> None:
         """Saves the last step, with retries: no step follows, so what is not on disk now is lost."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from parallel3d.config.derived import flops_per_token
 from parallel3d.data.run_data import describe_begun_stages
+from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.monitor.training_monitor import perplexity
 from parallel3d.parallel.grid import Grid
 from parallel3d.pipeline.route_map import draw_route_map
@@ -30,6 +31,9 @@ FINAL_STEPS = 10
 
 MAX_KEPT_STEPS = 4096
 """More than a leader can make before it is noticed that none of its records arrives: 30 s of steps of 10 ms."""
+
+MAX_KEPT_SNAPSHOTS = 16
+"""More than are begun before an earlier save is published."""
 
 Publish = Callable[[dict[str, Any]], None]
 
@@ -57,6 +61,8 @@ class StepReporter:
         self._planned_bubble: float | None = None
         self._kept_steps: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_STEPS)
         """The newest steps' records: a leader may be lost with those that have not left its host."""
+        self._snapshots_s: deque[tuple[int, float]] = deque(maxlen=MAX_KEPT_SNAPSHOTS)
+        """(step, seconds) of the newest saves' snapshots."""
         self._bubbles: list[float] = []
         """Bubbles of this generation's steps: another grid has another plan."""
 
@@ -118,6 +124,10 @@ class StepReporter:
         self._throughput.record_evaluation(seconds)
         self._publish_evaluation(seconds)
 
+    def end_snapshot(self, seconds: float) -> None:
+        """Keeps the seconds for which a save has held up training between two steps, until the save is complete."""
+        self._snapshots_s.append((self._rank.state.iteration, seconds))
+
     def diverged(self, reason: str) -> None:
         """Reports the step at which the run diverged, and the position in the data at which a restart may go on."""
         data = data_position_to_json(self._rank.state)
@@ -134,7 +144,10 @@ class StepReporter:
     def notices(self, texts: Iterable[str]) -> None:
         """Publishes texts that concern this rank, whether it is the leader or not."""
         for text in texts:
-            self._publish({"kind": "notice", "text": text})
+            saved = SavedNotice.parse(text)
+            snapshot_s = dict(self._snapshots_s).get(saved.step) if saved else None
+            cost = {} if snapshot_s is None else {"snapshot_s": snapshot_s}
+            self._publish({"kind": "notice", "text": text, **cost})
 
     def leader_notice(self, text: str) -> None:
         """Publishes a text that concerns all ranks, once."""

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
+from parallel3d.monitor.run_costs import restart_times_s, save_costs
 from parallel3d.monitor.run_folder import read_metrics
 from tests.support.launch_runs import PATIENCE_S, finish, metrics, start, workers_of
 
@@ -65,6 +66,10 @@ def test_two_fatal_kills_and_the_curve_is_the_undisturbed_one(config_file, tmp_p
     num_lost = len([line for line in lost if "event" not in line])
     assert (found["restarts"], found["lost_steps"], found["steps"]) == (2, num_lost, 14)
     assert 0 < found["productive_s"] < found["wall_s"] and found["uptime"] == found["productive_s"] / found["wall_s"]
+    lines = read_metrics(run / "metrics.jsonl")
+    restarts_s, saves = list(restart_times_s(lines)), save_costs(lines)
+    assert len(restarts_s) == 2 and all(0.1 < seconds < found["wall_s"] for seconds in restarts_s)  # 0.1 s is the wait
+    assert saves is not None and saves.num_saves >= 2 and 0 < saves.snapshot_s < found["wall_s"]
     assert "goodput (productive / wall)" in out and "Traceback" not in out + err
 
 

@@ -285,13 +285,17 @@ def test_a_run_that_begins_again_leaves_one_curve(tmp_path):
     report.publish({"kind": "restart", "text": "again", "step": 1, "lost_steps": 1, "skips_data": False})
     report.start()
     report.publish(step(2, loss=7.0))
+    report.publish(step(3, loss=6.0))
     report.close("", exit_code=0)
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["loss"]) for line in lines if "event" not in line] == [(1, 8.0), (2, 7.0)]
+    steps = [line for line in lines if "event" not in line]
+    assert [(line["step"], line["loss"]) for line in steps] == [(1, 8.0), (2, 7.0), (3, 6.0)]
+    (restarted_at,) = [line["time"] for line in lines if line.get("event") == "restart"]
+    assert ["time" in line for line in steps] == [False, True, False] and steps[1]["time"] >= restarted_at
     assert [line["event"] for line in lines if "event" in line] == ["started", "notice", "ended", "restart"]
     assert [line["loss"] for line in read_metrics(tmp_path / "lost-steps.jsonl")] == [4.0, 9.0]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["restarts"], summary["lost_steps"], summary["productive_s"]) == (1, 1, 4.0)
+    assert (summary["restarts"], summary["lost_steps"], summary["productive_s"]) == (1, 1, 6.0)
     assert out.getvalue().count("small: run folder") == 1 and "again\n" in out.getvalue()
     assert "goodput (productive / wall)" in out.getvalue()
 

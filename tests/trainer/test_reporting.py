@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.trainer.context import Transports
 from parallel3d.trainer.generation import start_rank
 from parallel3d.trainer.plans import build_grid
@@ -69,6 +70,15 @@ def test_a_new_leader_reports_all_steps_that_the_last_one_took_along():
     reporter.begin_generation(last_reported_step=2)
     assert [record for record in records if record["kind"] == "step"] == made[2:]
     assert [record["step"] for record in made[2:]] == [3, 4, 5, 6] and all("step_s" in record for record in made)
+
+
+def test_the_notice_of_a_save_has_the_seconds_of_its_snapshot():
+    """The save of the step at which the snapshot was taken: not a later one, nor one at the end of the run."""
+    records, reporter = reporter_of(3, resumed=False)
+    reporter.end_snapshot(0.25)
+    records.clear()
+    reporter.notices([*(str(SavedNotice(step=step, path="x", megabytes=1.0)) for step in (3, 4)), "step 3 is slow"])
+    assert [record.get("snapshot_s") for record in records] == [0.25, None, None]
 
 
 def test_only_the_leader_publishes():
