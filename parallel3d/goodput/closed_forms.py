@@ -8,7 +8,7 @@ Sources: FlexiTrain (Salahi, Ding and Edamadaka), section 2.1.2; Young 1974; Dal
 
 from __future__ import annotations
 
-from math import exp, expm1, log, sqrt
+from math import exp, expm1, log, log1p, sqrt
 
 NUM_MOMENTS = 100
 """Moments of a repair interval at which a mean over it is evaluated, by the midpoint rule."""
@@ -42,8 +42,9 @@ def restart_throughput(
     restart)). If a failure can also strike while the run restarts, which then begins again, the last factor is
     e^(rate restart) / rate: Daly's equation 20.
     """
-    again = exp(rate * restart) / rate if restart_can_fail else 1 / rate + restart
-    return interval / (expm1(rate * (interval + save)) * again)
+    time = rate * (interval + save)
+    begun = rate * exp(-rate * restart) if restart_can_fail else 1 / (1 / rate + restart)
+    return interval * exp(-time) / -expm1(-time) * begun  # without e^time, which overflows at high rates
 
 
 def restart_time_for(*, throughput: float, rate: float, interval: float, save: float = 0.0) -> float:
@@ -103,11 +104,12 @@ def mean_most_lost(*, num_groups: int, members: int, probability: float) -> floa
         return 0.0
     if probability >= 1:
         return float(members)
-    odds, mass, below, mean = probability / (1 - probability), (1 - probability) ** members, 0.0, 0.0
+    odds, below, mean = probability / (1 - probability), 0.0, 0.0
+    log_mass = members * log1p(-probability)  # the mass itself is below the smallest number if 70 % of 768 are out
     for count in range(members):
-        below += mass  # the probability that one group has lost at most `count`
+        below += exp(log_mass)  # the probability that one group has lost at most `count`
         mean += 1 - min(1.0, below) ** num_groups
-        mass *= odds * (members - count) / (count + 1)
+        log_mass += log(odds * (members - count) / (count + 1))
     return mean
 
 
