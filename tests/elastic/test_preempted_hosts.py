@@ -20,6 +20,7 @@ from parallel3d.elastic.operator_link import request_drain
 from tests.elastic.test_members import end, pid_of, wait_for_step
 from tests.elastic.test_takeover import end_all, metrics
 from tests.support.member_processes import start, start_on_hosts
+from tests.support.metadata_server import metadata_server
 from tests.support.processes import alive, wait_for
 
 pytestmark = pytest.mark.slow
@@ -182,15 +183,60 @@ def test_the_rest_can_not_go_on(tmp_path):
     assert "is taken away (SIGUSR1): the run can't go on without, saves and ends with exit code 7" in out
 
 
-@pytest.mark.full
-def test_a_run_without_a_launcher_ends(tmp_path):
-    """All its workers are on the host. It looks for a file."""
+@pytest.fixture
+def announced(request, tmp_path):
+    """(fields of elastic.notice, what makes the notice come, how it is told) of a source that is asked again and
+    again."""
     file = tmp_path / "notice"
-    process = start(tmp_path, num_steps=100_000, notice={"file": str(file), "every_s": 0.1})
+    if request.param == "file":
+        yield {"file": str(file)}, file.touch, f"{file} exists"
+    elif request.param == "command":
+        command = f"test -e '{file}' && echo spot price exceeded"
+        yield {"command": command}, file.touch, "spot price exceeded"
+    else:
+        with metadata_server() as server:
+            notice = {"cloud": request.param, "url": server.url, "deadline_s": 60.0}
+            event = CLOUD_EVENTS[request.param]
+            yield notice, lambda: setattr(server, "event", event), f"({request.param}: "
+            assert not server.refused
+
+
+CLOUD_EVENTS = {"aws": "terminate", "gcp": "preempted", "azure": "Preempt"}
+"""Words of the cloud's metadata server."""
+SOURCES = ["file", "command", *CLOUD_EVENTS]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("announced", SOURCES, indirect=True)
+def test_a_run_without_a_launcher_ends(tmp_path, announced):
+    """All its workers are on the host."""
+    notice, send, told = announced
+    process = start(tmp_path, num_steps=100_000, notice={**notice, "every_s": 0.1})
     wait_for_step(tmp_path, 5)
-    file.touch()
+    assert not events(tmp_path, "preemption")
+    send()
     ended = end(process, tmp_path)
-    assert ended.code == 7 and f"host {os.uname().nodename} is taken away ({file} exists)" in ended.err
+    assert ended.code == 7 and f"host {os.uname().nodename} is taken away (" in ended.err and told in ended.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("announced", ["command", "aws"], indirect=True)
+def test_one_of_three_hosts_asks_and_leaves(tmp_path, announced):
+    """Only the last host asks; its worker leaves, and no step is repeated."""
+    notice, send, told = announced
+    hosts = ["a", "b", "c"]
+    processes = start_on_hosts(
+        tmp_path, hosts, num_steps=250, notices=[{}, {}, {**notice, "every_s": 0.1}], max_rejoins=3
+    )
+    wait_for_step(tmp_path, 5)
+    send()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0] and errs == ["", "", ""]
+    assert_no_step_repeated(tmp_path, 250)
+    assert [change["live"] for change in metrics(tmp_path)[1]] == [2]
+    (event,) = events(tmp_path, "preemption")
+    assert (event["host"], event["ranks"]) == ("c", [2]) and told in event["text"]
+    assert "rank 2 (pp0 dp2 tp0) has left" in outs[0]
 
 
 @pytest.mark.full

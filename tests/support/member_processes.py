@@ -11,7 +11,8 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
     num_steps, step_s, zero_stage, zero_backups, max_rejoins, probation_s, spares, witness, coordinator_host
     join_threshold, join_wait_s, relay_from
-    notice   fields of the configuration's elastic.notice; joins: this process joins the run in RUN_DIRECTORY
+    notice   fields of the configuration's elastic.notice; notices: those of each rank, in its place
+    joins    whether this process joins the run in RUN_DIRECTORY
     start_s, connect_s, control_s, failover_s, stop_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
 """
@@ -291,6 +292,7 @@ def main() -> int:
     env = read_launcher_env(os.environ)
     try:
         env = reserve_place(directory, None, "") if spec.get("joins") else env
+        notice = spec["notices"][env.rank] if env and "notices" in spec else spec.get("notice", {})
         return run_workers(
             partial(member, spec),
             world_size=len(grid.ranks) + spec.get("spares", 0),
@@ -322,7 +324,7 @@ def main() -> int:
                 watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("watchdog_s", 1.5), max_s=60.0),
                 witness=spec.get("witness"),
                 coordinator_host=spec.get("coordinator_host"),
-                notice=NoticeConfig(**spec.get("notice", {})),
+                notice=NoticeConfig(**notice),
                 relay_from=spec.get("relay_from", 256),
             ),
         )
