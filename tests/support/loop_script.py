@@ -7,6 +7,9 @@
     wait_at    the step in which the first workers wait until one that joins is as far as its loop
     step_s     what a slot takes longer from then on, until one has joined
     fail       a rank whose script raises an error in step 2
+    notice, coordinator_host    as of elastic.init
+    hosts      where each rank thinks that it is, under a launcher that starts a process for each
+    slot_s     what every slot takes longer
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -22,12 +26,16 @@ from parallel3d import elastic
 
 DIRECTORY, SPEC = Path(sys.argv[1]), json.loads(sys.argv[2])
 SEED = SPEC.get("seed", 3)
+if "hosts" in SPEC:
+    socket.gethostname = lambda: SPEC["hosts"][int(os.environ["RANK"])]
 elastic.init(
     SPEC["num_workers"],
     directory=DIRECTORY,
     seed=SEED,
     max_rejoins=SPEC.get("max_rejoins", 0),
     max_workers=SPEC.get("max_workers"),
+    notice=SPEC.get("notice"),
+    coordinator_host=SPEC.get("coordinator_host"),
 )
 
 import torch  # noqa: E402
@@ -43,6 +51,7 @@ WAIT_S = 60.0
 
 def strike(step: int) -> None:
     """Injects this worker's faults."""
+    time.sleep(SPEC.get("slot_s", 0.0))
     if 0 < SPEC.get("wait_at", 0) <= step:
         wait_for_joiner()
         if max(current_session().generations.workers) < SPEC["num_workers"]:

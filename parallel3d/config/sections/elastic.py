@@ -216,9 +216,14 @@ watchdog_limits = timeout_rule("watchdog_timeout")
 @rule("elastic.notice")
 def check_notice(notice: NoticeConfig) -> Iterator[Problem]:
     """It is known which cloud's server an address is."""
+    return notice_problems(notice, "elastic.notice")
+
+
+def notice_problems(notice: NoticeConfig, section: str) -> Iterator[Problem]:
+    """Yields what is wrong with a notice whose fields are named after `section`."""
     if notice.url is not None and notice.cloud is None:
-        fix = "Set elastic.notice.cloud to aws, gcp or azure, or remove the url"
-        yield Problem(field="elastic.notice.url", value=notice.url, rule="needs to know whose server it is", fix=fix)
+        fix = f"Set {section}.cloud to aws, gcp or azure, or remove the url"
+        yield Problem(field=f"{section}.url", value=notice.url, rule="needs to know whose server it is", fix=fix)
 
 
 @rule("elastic.max_replicas", BATCH_SIZES, "warmup.batch_size.start")

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.schema import TimeoutConfig
+from pydantic import ValidationError
+
+from parallel3d.config.mistakes import explain_mistake, field_name, fields_of
+from parallel3d.config.schema import NoticeConfig, TimeoutConfig
+from parallel3d.config.sections.elastic import notice_problems
 from parallel3d.elastic.guardian.launcher_env import SECRET_VARIABLE, LauncherEnv, read_launcher_env
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.operator_link import reserve_place
 from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.errors import UserError
+from parallel3d.errors import ConfigError, Problem, UserError
 from parallel3d.lasting_output import lasting_output
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, ContinuedRunFolder, RunFolder
@@ -38,6 +44,8 @@ def init(
     max_workers: int | None = None,
     heartbeat_s: float = 15.0,
     patience_s: float = 600.0,
+    notice: Mapping[str, Any] | None = None,
+    coordinator_host: str | None = None,
 ) -> None:
     """Starts the workers, each of which runs the script from its first line, and ends with the run's exit code. In a
     worker it returns at once.
@@ -47,6 +55,8 @@ def init(
     dropout. max_rejoins: how often in an hour each lost worker is replaced. max_workers: up to which the run grows by
     workers that join with PARALLEL3D_JOIN=1. heartbeat_s: a worker that the kernel has stopped is lost after that.
     patience_s: a worker is lost that for so long neither begins a slot nor has a gradient nor waits for others.
+    notice: how a host learns that it will be taken away, with the fields of the configuration's elastic.notice:
+    {"signal": "USR1"}. coordinator_host: where the run's coordinator is to serve, as elastic.coordinator_host.
     """
     if IS_WORKER.get(False):
         return
@@ -57,6 +67,7 @@ def init(
         elif env is not None:
             num_workers = env.world_size
         elastic = _settings(num_workers, max_workers, max_rejoins, heartbeat_s, patience_s)
+        elastic = replace(elastic, notice=read_notice(notice or {}), coordinator_host=read_host(coordinator_host))
         with lasting_output(Path(directory)):
             code = _run(env, Path(directory), elastic, seed=seed, patience_s=patience_s, num_workers=num_workers)
         sys.exit(code)
@@ -112,6 +123,27 @@ def _settings(
         heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=heartbeat_s, max_s=heartbeat_s),
         watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=patience_s, max_s=patience_s),
     )
+
+
+def read_notice(fields: Mapping[str, Any]) -> NoticeConfig:
+    """Returns the settings in `fields`. Raises ConfigError with all mistakes."""
+    try:
+        notice = NoticeConfig.model_validate(dict(fields))
+    except ValidationError as error:
+        known = dict(fields_of(NoticeConfig))
+        mistakes = {field_name(mistake): explain_mistake(mistake, known) for mistake in error.errors()}
+        raise ConfigError([replace(each, field=f"notice.{each.field}") for each in mistakes.values()]) from None
+    if problems := list(notice_problems(notice, "notice")):
+        raise ConfigError(problems)
+    return notice
+
+
+def read_host(name: object) -> str | None:
+    """Returns a host's name, or None. Raises ConfigError for anything else."""
+    if name is None or (isinstance(name, str) and name):
+        return name
+    fix = "Give the name that `hostname` prints there, or None"
+    raise ConfigError([Problem(field="coordinator_host", value=name, rule="must be the name of a host", fix=fix)])
 
 
 def _run_worker(options: dict[str, Any], context: WorkerContext) -> int:
