@@ -11,6 +11,9 @@ processes:
     start     from the first connection to the commit of generation 0
     loss      from the death of one worker to the commit of the generation without it; `--behind` of the workers lack
               the newest entry, which has a cursor for each sequence of the batch
+    groups    what the groups of that generation add to it, if the loss has come between two collectives
+    regroup   the same, if it has come within collectives, so that all groups are built again: for gradients over gloo,
+              of a host's tensor-parallel ranks in shared memory
     offer     from a guardian's offer of the lost worker's place to the instruction to start another one there
     join      from the new worker's hello, which has built its part at once, to the commit of the generation with it
     takeover  from the loss of the coordinator's host to the first commit of its successor, which has no relays
@@ -137,7 +140,7 @@ def measure_loss(size: Size) -> None:
     )
     with play_clients(size, listener.getsockname()[1], secret) as pipe:
         threading.Thread(target=coordinator.serve, daemon=True).start()
-        for part in ("start", "loss", "offer", "join"):
+        for part in ("start", "loss", "groups", "regroup", "offer", "join"):
             measure(part, size, pipe)
 
 
@@ -189,6 +192,8 @@ def run_clients(size: Size, port: int, secret: bytes, pipe: Pipe) -> None:
     parts: dict[str, Callable[[], int]] = {
         "start": lambda: clients.start(("127.0.0.1", port), secret),
         "loss": lambda: clients.lose(rank=size.num_workers - 1),
+        "groups": lambda: clients.build_groups(size.num_workers - 1, keeps=True),
+        "regroup": lambda: clients.build_groups(size.num_workers - 1, keeps=False),
         "offer": lambda: clients.offer(lost=size.num_workers - 1),
         "join": clients.join,
         "takeover": lambda: clients.take_over(("127.0.0.1", port), secret),

@@ -6,10 +6,12 @@ import random
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.scale_groups import GroupTalk, Turn
 from parallel3d.elastic.frames import (
     PING_S,
     FrameReader,
@@ -105,6 +107,9 @@ class Clients:
         """Live workers whose replica has lost another one."""
         self._joiner: int | None = None
         """The worker that is to take the lost one's place."""
+        self._talks: dict[int, Iterator[Turn]] = {}
+        """Of workers that build groups: what they have still to say to the key-value store."""
+        self._num_answers_due: dict[int, int] = {}
 
     def start(self, address: Address, secret: bytes) -> int:
         """Connects all and begins generation 0."""
@@ -123,6 +128,19 @@ class Clients:
         end["permission"] = ""
         guardian.send(encode_frame({"op": "ended", "ends": [end]}))
         return self._run_until_committed()
+
+    def build_groups(self, lost: int, *, keeps: bool) -> int:
+        """Has the workers build the groups of the generation without `lost`, as if they had its record and not its
+        commit. `keeps`: the loss has come between two collectives."""
+        self._num_bytes = 0
+        grid, _ = self._grid.without([lost])
+        talk = GroupTalk(grid, self._grid, generation=self._committed, keeps=keeps)
+        self._talks = {rank: talk.turns(rank) for rank in grid.ranks}
+        self._num_answers_due = dict.fromkeys(grid.ranks, 0)
+        self._talk(grid.ranks)
+        while self._talks:
+            self._answer_frames()
+        return self._num_bytes
 
     def offer(self, lost: int) -> int:
         """Offers the place of the lost worker; ends with the instruction to start another one there."""
@@ -269,6 +287,22 @@ class Clients:
                 self._send(guardian, ranks, encode_frame(confirm))
             case "commit":
                 self._num_commits += len(ranks)
+            case "response":
+                for rank in ranks:
+                    self._num_answers_due[rank] -= 1
+                self._talk(ranks)
+
+    def _talk(self, ranks: Iterable[int]) -> None:
+        """Has those of `ranks` that wait for no answer go on with their talk, in one batch a guardian."""
+        frames: defaultdict[Guardian, list[tuple[int, bytes]]] = defaultdict(list)
+        for rank in ranks:
+            while self._num_answers_due[rank] == 0 and (turn := next(self._talks[rank], None)):
+                frames[self._guardians[rank]] += [(rank, frame) for frame in turn.frames]
+                self._num_answers_due[rank] = turn.num_answers
+            if self._num_answers_due[rank] == 0:
+                del self._talks[rank]
+        for guardian, theirs in frames.items():
+            guardian.send_of_workers(theirs)
 
     def _leave(self, generation: int) -> None:
         """Has all ranks of the grid leave their generation: the leader's request was in the entry that they hold."""

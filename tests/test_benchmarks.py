@@ -54,7 +54,7 @@ def test_the_control_plane_of_many_workers_starts_and_survives_and_takes_them_ba
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parts = [line.split()[2] for line in done.stdout.splitlines()[1:]]
-    assert parts == ["start", "loss", "offer", "join", "takeover"]
+    assert parts == ["start", "loss", "groups", "regroup", "offer", "join", "takeover"]
 
 
 @pytest.mark.parametrize("name", bubble.SCHEDULES)
