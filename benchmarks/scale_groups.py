@@ -1,8 +1,8 @@
 """What workers say to the key-value store while they build the groups of a generation, for scale.py: frames alone.
 
 A worker's talk is a list of turns: frames that it sends at once, and how many answers it waits for before the next one.
-As in worker/network.py: it compares the groups whose members have not changed, then meets the members of those that are
-built again, over gloo for gradients and in shared memory for the tensor-parallel ranks of a host.
+As in worker/network.py: it says in which states the groups are whose members have not changed, then meets those of the
+groups that are built again, over gloo for gradients and in shared memory for the tensor-parallel ranks of a host.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from parallel3d.elastic.frames import encode_frame
 from parallel3d.parallel.grid import Grid
-
-GLOO_HEAD_BYTES = 154
-"""Of what a rank of torch 2.13's gloo sets, before 8 bytes for each rank of the group."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class GroupTalk:
 
     def __init__(self, grid: Grid, previous: Grid, *, generation: int, keeps: bool):
         self._grid = grid
-        self._unchanged = _groups(previous) & _groups(grid)
+        self._unchanged = {ranks: number for number, ranks in enumerate(sorted(_groups(previous) & _groups(grid)))}
         self._generation = generation
         self._keeps = keeps
         self._random = random.Random(2)
@@ -45,29 +42,24 @@ class GroupTalk:
         dp_ranks, tp_ranks = self._grid.dp_ranks(place.pp, place.tp), self._grid.tp_ranks(place.replica)
         prefix = f"generation{self._generation}/{'' if self._keeps else 'again/'}"
         dp_name, tp_name = f"{prefix}dp/stage{place.pp}/tp{place.tp}", f"{prefix}tp/stage{place.pp}/replica{place.dp}"
-        yield from self._compare(dp_name, dp_ranks, rank)
+        own = [self._unchanged[ranks] for ranks in (dp_ranks, tp_ranks) if ranks in self._unchanged]
+        compare = {"op": "compare", "key": f"{prefix}groups", "size": len(self._grid.ranks), "numbers": own}
+        yield Turn([encode_frame({**compare, "states": ["0123456789abcdef" if self._keeps else ""] * len(own)})], 1)
         if not (self._keeps and dp_ranks in self._unchanged):
-            yield from self._meet_in_gloo(dp_name, dp_ranks.index(rank), len(dp_ranks))
-        yield from self._compare(tp_name, tp_ranks, rank)
+            yield self._meet_in_gloo(f"{dp_name}/0", dp_ranks.index(rank), len(dp_ranks))
         if not (self._keeps and tp_ranks in self._unchanged):
             yield from _share_memory(f"{tp_name}/memory", tp_ranks.index(rank), len(tp_ranks))
 
-    def _compare(self, name: str, ranks: tuple[int, ...], rank: int) -> Iterator[Turn]:
-        if ranks in self._unchanged:
-            state = f"generation0/{name.partition('/')[2]}: 57 collectives" if self._keeps else ""
-            own = _set(f"{name}/state/{ranks.index(rank)}", state.encode())
-            yield Turn([own, _get_all([f"{name}/state/{each}" for each in range(len(ranks))])], 1)
-
-    def _meet_in_gloo(self, name: str, number: int, size: int) -> Iterator[Turn]:
-        keys = [f"{name}/0/{each}" for each in range(size)]
-        yield Turn([_set(keys[number], self._gloo_address(size)), _get_all(keys, [size, number])], 1)
+    def _meet_in_gloo(self, base: str, number: int, size: int) -> Turn:
+        return Turn([_set(f"{base}/{number}", self._gloo_address(size)), _gather(base, size)], 1)
 
     def _gloo_address(self, size: int) -> bytes:
-        """An address as gloo's: of a sockaddr_storage the port, the host and what the stack held before differ."""
-        varying = self._random.randbytes(26)
-        address = b"\2\0" + varying[:2] + b"\x0a\0" + varying[2:4] + bytes(80) + varying[4:] + bytes(18)
-        head = b"\2".ljust(8, b"\0") + varying[:3] + bytes(7) + address + b"\xff" * 8
-        return head.ljust(GLOO_HEAD_BYTES, b"\0") + b"".join(each.to_bytes(8, "little") for each in range(size))
+        """A value as gloo's (gathered_values.py): of 65,536 hosts."""
+        address, port = self._random.randbytes(2), self._random.randbytes(2)
+        host, storage = b"node%05d" % int.from_bytes(address), b"\2\0" + port + b"\x0a\0" + address
+        head = len(host).to_bytes(8, "little") + host + (136).to_bytes(8, "little") + storage.ljust(128, b"\0")
+        head += b"\xff" * 8
+        return head + b"".join(each.to_bytes(8, "little") for each in range(size))
 
 
 def _groups(grid: Grid) -> frozenset[tuple[int, ...]]:
@@ -77,15 +69,14 @@ def _groups(grid: Grid) -> frozenset[tuple[int, ...]]:
 
 
 def _share_memory(key: str, number: int, size: int) -> Iterator[Turn]:
-    keys = [f"{key}/{each}" for each in range(size)]
-    first = [_set(key, b"/proc/12345/fd/12 " + b"0" * 64)] if number == 0 else [_get_all([key])]
-    yield Turn(first, int(number > 0))
-    yield Turn([_set(keys[number], b"yes"), _get_all(keys)], 1)
+    found = encode_frame({"op": "get_all", "keys": [key], "id": 7})
+    yield Turn([_set(key, b"/proc/12345/fd/12 " + b"0" * 64)], 0) if number == 0 else Turn([found], 1)
+    yield Turn([_set(f"{key}/{number}", b"yes"), _gather(key, size)], 1)
 
 
 def _set(key: str, value: bytes) -> bytes:
     return encode_frame({"op": "set", "key": key}, value)
 
 
-def _get_all(keys: list[str], column: list[int] | None = None) -> bytes:
-    return encode_frame({"op": "get_all", "keys": keys, "column": column, "id": 7})
+def _gather(base: str, size: int) -> bytes:
+    return encode_frame({"op": "gather", "key": base, "size": size})

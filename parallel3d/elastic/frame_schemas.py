@@ -25,6 +25,11 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def is_place(value: object) -> bool:
+    """True for a place in a list, or the length of one."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ITEMS
+
+
 def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
@@ -113,8 +118,10 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "set": {"key": is_text},
         "get": {"key": is_text, "id": is_count},
         "get_all": {"keys": list_of(is_text), "id": is_count},
+        "gather": {"key": is_text, "size": is_place},
         "check": {"keys": list_of(is_text), "id": is_count},
         "add": {"key": is_text, "amount": is_integer, "id": is_count},
+        "compare": {"key": is_text, "size": is_place, "numbers": list_of(is_place), "states": list_of(is_text)},
         "report": {"report": is_object},
         "entries": {"generation": is_integer},
         "request_record": {"generation": is_integer},
@@ -163,7 +170,6 @@ RECORDS: dict[str, Fields] = {
 """Fields of those published records that the coordinator reads, by their kind."""
 
 OPTIONAL: Fields = {
-    "column": or_none(is_pair),
     "membership_state": lambda value: _STATE(value) and _JOIN(value),
     "num_workers": is_count,
     "by_command": is_flag,

@@ -8,7 +8,7 @@ cannot push news. A connection begins with a handshake (parallel3d/handshake.py)
 Operations (`op` of the header), by sender:
 
     worker        hello, publish, error, finish, announce_drain, worker_status, probed
-                  set, get, get_all, check, add                     the key-value store
+                  set, get, get_all, gather, check, add, compare    the key-value store
                   report, entries, confirm, suspect                 the membership protocol
                   request_record, committed, finish_generation
     guardian      hello, ended, stop, announce_drain, announce_preemption, request_status, ping, from_workers

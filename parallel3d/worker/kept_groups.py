@@ -1,47 +1,78 @@
 """Groups that keep their connections over a change of membership.
 
 A group of the last generation can go into the next one if it has the same members and all of them find it in the same
-state: between the same two collectives (`Group.state`). They compare through the key-value store, so that all decide
-alike. A group with a lost member never can, nor one in which a collective was under way when the generation ended.
+state: between the same two collectives (`Group.state`). All ranks of the grid say at once, in one frame each, in which
+states their groups are, and the coordinator answers all on which groups the members differ, so that these decide alike.
+A group with a lost member is never kept, nor one in which a collective was under way when the generation ended.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
+from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import Group
-from parallel3d.parallel.groups import collective_groups
+from parallel3d.parallel.groups import collective_groups, is_world
 
 
 class KeptGroups:
-    """Offers the groups `former`, which this rank has left, to one attempt at a new generation.
+    """Offers the groups `former`, which this rank has left, to one attempt at the generation of `record`."""
 
-    `previous` is the grid of the last committed generation. It decides which groups are worth a comparison, and is the
-    same on all ranks.
-    """
-
-    def __init__(self, former: Iterable[Group], previous: Grid | None, control: ControlChannel, token: AbortToken):
-        self._former = {(path_of(group.name), group.ranks): group for group in former}
-        self._unchanged = frozenset() if previous is None else collective_groups(previous)
+    def __init__(
+        self, former: Iterable[Group], record: GenerationRecord, control: ControlChannel, token: AbortToken
+    ) -> None:
+        self._former = {group.ranks: group for group in former if not is_world(group.name)}
+        self._unchanged = unchanged_groups(record.previous, record.grid)
+        self._key = f"generation{record.generation}/groups"
+        self._num_ranks = len(record.grid.ranks)
         self._control = control
         self._token = token
+        self._differing: int | None = None
+        """Once it is known: bit n says whether the members of unchanged group n differ on its state."""
 
-    def take(self, name: str, ranks: tuple[int, ...], number: int) -> Group | None:
-        """Returns the former group under its new name if all its members keep it. Collective."""
-        if ranks not in self._unchanged:
+    def take(self, name: str, ranks: tuple[int, ...]) -> Group | None:
+        """Returns the former group under its new name if all its members keep it.
+
+        All ranks of the grid must call this, for whatever group, before they wait for each other in any: the first call
+        waits until all have.
+        """
+        if not self._unchanged:
             return None
-        group = self._former.get((path_of(name), ranks))
-        state = "" if group is None else group.state
-        self._control.set(f"{name}/state/{number}", state.encode())
-        states = self._control.get_all([f"{name}/state/{each}" for each in range(len(ranks))], self._token)
-        if group is None or not state or any(each != state.encode() for each in states):
+        if self._differing is None:
+            states = {number: self._digest(group) for group, number in self._unchanged.items() if self._is_in(group)}
+            self._differing = self._control.compare(self._key, self._num_ranks, states, self._token)
+        group = self._former.get(ranks)
+        if is_world(name) or ranks not in self._unchanged or group is None or path_of(group.name) != path_of(name):
             return None
+        if not group.state or self._differing >> self._unchanged[ranks] & 1:
+            return None
+        state = group.state
         group.renew(name, self._token)
         print(f"{name} keeps the connections of {state}", flush=True)
         return group
+
+    def _is_in(self, ranks: tuple[int, ...]) -> bool:
+        return self._control.rank in ranks
+
+    def _digest(self, ranks: tuple[int, ...]) -> str:
+        """Of this rank's group and its state; "" where it can't keep it."""
+        group = self._former.get(ranks)
+        if group is None or not group.state:
+            return ""
+        return hashlib.blake2b(f"{path_of(group.name)} {group.state}".encode(), digest_size=8).hexdigest()
+
+
+def unchanged_groups(previous: Grid | None, grid: Grid) -> dict[tuple[int, ...], int]:
+    """The groups with the same several ranks as in the grid of the last committed generation, numbered: the same on all
+    ranks."""
+    if previous is None:
+        return {}
+    both = collective_groups(previous) & collective_groups(grid)
+    return {ranks: number for number, ranks in enumerate(sorted(ranks for ranks in both if len(ranks) > 1))}
 
 
 def path_of(name: str) -> str:

@@ -56,7 +56,7 @@ class SocketNetwork(Network):
         assert self._listener is not None, "transports without listen()"
         listener, self._listener = self._listener, None
         links = self._open_links(listener, record, token)
-        kept = KeptGroups(former, record.previous, self._context.control, token)
+        kept = KeptGroups(former, record, self._context.control, token)
         own_rank, control = self._context.rank, self._context.control
 
         def settings_of(name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
@@ -65,21 +65,22 @@ class SocketNetwork(Network):
             )
 
         def make_group(name: str, ranks: tuple[int, ...]) -> Group:
+            if not self._has_own_device and (group := kept.take(name, ranks)):  # NCCL's groups have no state
+                return group
             if len(ranks) == 1:
                 return SoloGroup(name=name, rank=own_rank)
             number = ranks.index(own_rank)
             if is_world(name):
                 return TreeGroup(name=name, rank=number, ranks=ranks, streams=links.streams, token=token)
-            if group := kept.take(name, ranks, number):
-                return group
             if self._has_own_device:
                 return NcclGroup(**settings_of(name, ranks), store=ControlStore(control, token), device=self._device)
             if may_stand_still(name) and self._may_share_memory(ranks, record):
-                meeting, timeout = ControlStore(control, token), timedelta(seconds=self._config.run.timeout_s)
+                meeting = ControlStore(control, token, size=len(ranks))
+                timeout = timedelta(seconds=self._config.run.timeout_s)
                 if memory := share_memory(meeting, name, rank=number, size=len(ranks), timeout=timeout):
                     return SharedMemoryGroup(**settings_of(name, ranks), memory=memory)
                 print(f"{name}: its ranks can't share memory, so they exchange by gloo", flush=True)
-            store = ControlStore(control, token, size=len(ranks), number=number)
+            store = ControlStore(control, token, size=len(ranks))
             group = GlooGroup(**settings_of(name, ranks), store=store, address=self._context.address)
             return StagedGroup(group) if is_accelerator(self._device) else group
 

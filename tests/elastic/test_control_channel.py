@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,36 @@ def test_get_waits_for_set(world):
     assert second.get("key", AbortToken()) == b"value"
     assert first.add("count", 2, AbortToken()) == 2 and second.add("count", 3, AbortToken()) == 5
     assert not second.check(["key", "other"], AbortToken()) and second.check(["key"], AbortToken())
+
+
+def test_ranks_gather_what_all_have_set(world):
+    controls = [world[1](rank) for rank in (0, 1)]
+    got = {}
+
+    def meet(rank):
+        controls[rank].set(f"base/{rank}", bytes([rank]) * 30)
+        got[rank] = controls[rank].gather("base", 2, AbortToken())
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert got == {rank: [bytes(30), bytes([1]) * 30] for rank in (0, 1)}
+
+
+def test_workers_compare_and_one_that_never_comes_is_waited_for_as_long_as_the_token_lasts(world):
+    controls, token = [world[1](rank) for rank in (0, 1)], AbortToken()
+    with ThreadPoolExecutor(2) as pool:
+        states = {0: {3: "same", 70: "mine"}, 1: {3: "same", 70: "other", 4: ""}}
+        waiting = [pool.submit(controls[rank].compare, "g", 2, states[rank], token) for rank in (0, 1)]
+        assert [each.result(10) for each in waiting] == [1 << 70, 1 << 70]
+        alone = pool.submit(controls[0].compare, "h", 2, {0: "a"}, token)
+        assert not controls[1].check(["x"], token) and not alone.done()
+        token.abort("the generation is over")
+        with pytest.raises(GenerationEnded, match="the generation is over"):
+            alone.result(10)
+    assert not controls[0].check(["x"], AbortToken())  # it lives on
 
 
 def test_get_leaves_when_its_token_is_aborted(world):
@@ -172,6 +203,21 @@ def test_what_a_worker_asks_a_lost_coordinator_it_asks_the_next_one():
     guardian.send({"op": "response", "id": request["id"]}, b"value")
     thread.join(5)
     assert values == [b"value"]
+
+
+def test_what_a_worker_has_said_in_a_comparison_it_says_to_the_next_coordinator():
+    guardian, differing = FakeGuardian(), []
+    thread = threading.Thread(
+        target=lambda: differing.append(guardian.control.compare("key", 2, {7: "a"}, AbortToken()))
+    )
+    thread.start()
+    request = guardian.next()
+    assert request == {"op": "compare", "key": "key", "size": 2, "numbers": [7], "states": ["a"]}
+    guardian.lose_coordinator()
+    assert [guardian.next()["op"], guardian.next()] == ["hello", request]
+    guardian.send({"op": "response", "id": "key"}, bytes([128]))
+    thread.join(5)
+    assert differing == [1 << 7]
 
 
 def test_the_first_hello_of_a_worker_that_was_asked_for_a_part_names_it():

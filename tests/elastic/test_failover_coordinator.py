@@ -129,6 +129,26 @@ def test_messages_sent_to_the_old_coordinator_are_handled_after_the_quorum_check
     assert [r["step"] for r in world.report.records if r.get("kind") == "step"] == [6]  # the folder had 5
 
 
+def test_what_workers_compare_while_the_coordinator_changes_they_compare_here(world):
+    """Rank 1 has said it to the old one, whose store is gone, and says it again before and after the quorum check."""
+
+    def compare(state):
+        header = {"op": "compare", "key": "generation9/groups", "size": 2, "numbers": [0, 4]}
+        return encode_frame({**header, "states": ["same", state]})
+
+    for rank in (1, 2, 3):
+        world.guardian(rank)
+    first = world.worker(1, record(4), 4)
+    first.sendall(compare("a"))
+    second, _ = world.worker(2, record(4), 4), world.worker(3, record(4), 4)
+    first.sendall(compare("a"))
+    world.receive(first, "abort_generation")
+    second.sendall(compare("b"))
+    for worker in (first, second):
+        answer = world.receive(worker, "response")[-1]
+        assert (answer["id"], answer["payload"]) == ("generation9/groups", bytes([1 << 4]))
+
+
 def test_what_the_old_coordinator_knew_is_not_reported_again(world):
     """Rank 3 was lost long ago; its guardian reports that to every coordinator."""
     world.guardian(3, end_of(3, -9))

@@ -70,6 +70,7 @@ def test_frames_with_a_wrong_field():
         ("guardian", {"op": "report", "report": {}}, b""),
         ("guardian", {"op": "ping"}, b"payload"),
         ("worker", {"op": 3}, b""),
+        ("worker", {**GOOD["worker"]["compare"], "op": "compare", "numbers": [2**40]}, b""),  # a bit of the answer
         ("worker", {"op": "publish", "record": {"kind": "step", "step": "three"}}, b""),
         ("worker", {"op": "publish", "record": {"kind": "step", "step": 3, "loss": 1, "step_s": []}}, b""),
     ],

@@ -13,6 +13,7 @@ import pytest
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.frames import (
     FrameReader,
@@ -220,6 +221,20 @@ def test_one_connection_and_one_frame_for_all(make):
     sent: list[int] = []
     connection.outbox.add = lambda *parts: sent.append(len(parts))  # type: ignore[method-assign]
     world.served.server.send_to_guardians({"op": "monitor"})
+    assert sent == [2]
+
+
+def test_workers_of_a_host_that_compare_get_one_frame(make):
+    world = make()
+    for guardian in world.guardians:
+        guardian.greet_worker()
+    server, sent = world.served.server, list[int]()
+    world.until(lambda: len(server.workers) == NUM_GUARDIANS)
+    (relay,) = server.connections
+    relay.outbox.add = lambda *parts: sent.append(len(parts))  # type: ignore[method-assign]
+    store = KeyValueStore({}, server.send_to_all)
+    for worker in server.workers.values():
+        store.handle(worker, {"op": "compare", "key": "groups", "size": 3, "numbers": [9], "states": [""]}, b"")
     assert sent == [2]
 
 

@@ -140,7 +140,7 @@ def reduced(context: WorkerContext) -> int:
 
     from parallel3d.elastic.worker.torch_store import ControlStore
 
-    store = ControlStore(context.control, context.control.token, size=context.world_size, number=context.rank)
+    store = ControlStore(context.control, context.control.token, size=context.world_size)
     for name in ("generation0/world", "generation1/world"):
         group = ProcessGroupGloo(PrefixStore(name, store), context.rank, context.world_size, timedelta(seconds=20))
         value = torch.tensor([10.0**context.rank])

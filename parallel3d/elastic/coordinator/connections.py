@@ -96,8 +96,8 @@ class ConnectionServer(FrameServer):
         if connections := [workers[rank] for rank in ranks if rank in workers]:
             self._send_to_all(connections, encode_frame(header, payload))
 
-    def send_to_all(self, connections: Iterable[Connection], header: dict[str, Any]) -> None:
-        self._send_to_all(connections, encode_frame(header))
+    def send_to_all(self, connections: Iterable[Connection], header: dict[str, Any], payload: bytes = b"") -> None:
+        self._send_to_all(connections, encode_frame(header, payload))
 
     def send_to_guardians(self, header: dict[str, Any]) -> None:
         self._send_to_all(self.guardians(), encode_frame(header))

@@ -66,7 +66,7 @@ class Coordinator:
             on_message=self._on_message,
             on_lost=self._on_disconnect,
         )
-        self._kv_store = KeyValueStore(values or {}, send=self._server.send)
+        self._kv_store = KeyValueStore(values or {}, send=self._server.send_to_all)
         self._emit_record, self._flush_records = emit, flush
         self._timeouts, self._elastic = timeouts, elastic
         self._own_info = own_info

@@ -41,7 +41,7 @@ class SocketLoopNetwork:
             name=name,
             rank=number,
             ranks=ranks,
-            store=ControlStore(self._context.control, token, size=len(ranks), number=number),
+            store=ControlStore(self._context.control, token, size=len(ranks)),
             token=token,
             timeout_s=self._timeout_s,
             address=self._context.address,

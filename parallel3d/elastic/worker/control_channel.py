@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, REPEATED_RECORDS, FrameReader, encode_frame
+from parallel3d.elastic.gathered_values import decode_values
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
@@ -30,7 +31,7 @@ from parallel3d.parallel.abort import POLL_S, AbortToken
 from parallel3d.parallel.grid import PartId
 
 FINISH_ACK_S = 5.0
-READS = ("get", "get_all", "check")
+READS = ("get", "get_all", "gather", "check", "compare")
 """Requests that may be made twice: of two answers the first counts."""
 
 
@@ -90,7 +91,7 @@ class ControlChannel:
         self._publishing = threading.Lock()
         """A new record must not come between those that are repeated: older ones would count as written."""
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._responses: dict[int, _Response] = {}
+        self._responses: dict[int | str, _Response] = {}
         self._ids = itertools.count()
         for work, name in ((self._read_until_closed, "control-reader"), (self._write_until_closed, "control-writer")):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -134,11 +135,22 @@ class ControlChannel:
         """Returns the value of `key`, waiting until it is set; raises GenerationEnded when `token` is aborted."""
         return self._request({"op": "get", "key": key}, token).payload
 
-    def get_all(self, keys: list[str], token: AbortToken, *, column: list[int] | None = None) -> list[bytes]:
-        """Returns the values of all `keys` in one exchange, waiting until each is set; `column` as in kv_store.py."""
-        response = self._request({"op": "get_all", "keys": keys, "column": column}, token)
+    def get_all(self, keys: list[str], token: AbortToken) -> list[bytes]:
+        """Returns the values of all `keys` in one exchange, waiting until each is set."""
+        response = self._request({"op": "get_all", "keys": keys}, token)
         ends = list(accumulate(response.header["sizes"]))
         return [response.payload[end - size : end] for size, end in zip(response.header["sizes"], ends)]
+
+    def gather(self, base: str, size: int, token: AbortToken) -> list[bytes]:
+        """Returns what the `size` ranks of a group have set under `base` and their numbers, waiting until all have."""
+        return decode_values(self._request({"op": "gather", "key": base, "size": size}, token, base).payload)
+
+    def compare(self, key: str, num_workers: int, states: Mapping[int, str], token: AbortToken) -> int:
+        """Says in which states numbered things are for this worker; waits until `num_workers` have said so under `key`,
+        which is used once. Returns bits: n is set if not all that have said anything of thing n have said the same."""
+        header = {"op": "compare", "key": key, "size": num_workers}
+        response = self._request({**header, "numbers": list(states), "states": list(states.values())}, token, key)
+        return int.from_bytes(response.payload, "little")
 
     def check(self, keys: list[str], token: AbortToken) -> bool:
         """True if all `keys` are set."""
@@ -169,9 +181,10 @@ class ControlChannel:
     def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         self._outbox.put(encode_frame(header, payload))
 
-    def _request(self, header: dict[str, Any], token: AbortToken) -> _Response:
-        number = next(self._ids)
-        response = self._responses[number] = _Response({**header, "id": number}, token)
+    def _request(self, header: dict[str, Any], token: AbortToken, key: str = "") -> _Response:
+        """Sends a request and waits for its answer; `key`: by which it is known where several get the same one."""
+        number = key or next(self._ids)
+        response = self._responses[number] = _Response(header if key else {**header, "id": number}, token)
         try:
             with self.token.waiting("the key-value store"):
                 self._send(response.request)
