@@ -142,6 +142,8 @@ def describe_control(config: Config, num_workers: int) -> Iterator[str]:
         estimate = estimate_control(
             num_workers,
             num_sequences=num_sequences,
+            tp_size=config.parallel.tp_size,
+            pp_size=config.parallel.pp_size,
             workers_per_guardian=workers,
             guardians_per_connection=guardians,
         )

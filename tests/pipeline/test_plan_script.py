@@ -50,6 +50,7 @@ def test_the_estimate_for_many_workers(tmp_path):
     assert "a guardian for 8 workers: 1,280 connections; start " in done.stdout
     assert "as under torchrun, through relays of hosts of 8: 1,280 connections; start " in done.stdout
     assert "one for each, without relays: 10,240 connections; start " in done.stdout
+    assert done.stdout.count("MB; its groups over gloo 0.18 s, ") == 3
     done = run_script(tmp_path, "--workers", "0")
     assert done.returncode == 2 and "must be at least 1" in done.stderr
 
