@@ -4,6 +4,7 @@ that test_cut_networks.py does not have. One side goes on, and each host ends wi
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.network.test_cut_networks import assert_one_side_finished, codes, lost_ranks
-from tests.support.network_runs import CONTROL_S, NetworkRun
+from tests.support.network_runs import CONTROL_S, LAUNCHERS, NetworkRun
 from tests.support.network_switch import Weather
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -27,13 +28,17 @@ def kill(run: NetworkRun, host: int) -> None:
 
 
 def mute(run: NetworkRun, host: int) -> None:
-    """Nothing from the host arrives at the coordinator's."""
-    run.network.weather = Weather(cut=frozenset({(host, 1)}))
+    """Nothing from the host arrives at the coordinator's; from the coordinator's nothing arrives anywhere."""
+    run.network.weather = Weather(cut=frozenset((host, other) for other in _opposite(run, host)))
 
 
 def deafen(run: NetworkRun, host: int) -> None:
-    """Nothing from the coordinator's host arrives."""
-    run.network.weather = Weather(cut=frozenset({(1, host)}))
+    """The other direction."""
+    run.network.weather = Weather(cut=frozenset((other, host) for other in _opposite(run, host)))
+
+
+def _opposite(run: NetworkRun, host: int) -> list[int]:
+    return [other.number for other in run.network.hosts[1:]] if host == 1 else [1]
 
 
 def part(run: NetworkRun, host: int) -> None:
@@ -74,28 +79,24 @@ class Cell:
         return f"{self.trouble.__name__}-{self.host}-of-{self.num_hosts}-{self.launcher}{witness}"
 
 
+WAYS = tuple(itertools.product(LAUNCHERS, (True, False)))
+"""Launchers, with and without a witness."""
+OTHER_WAYS = tuple(way for way in WAYS if way != ("variables", False))
+"""Those of which test_cut_networks.py has no row."""
 CELLS = [
-    Cell(mute, 2, 2, 2),
-    Cell(deafen, 2, 2, 2),
-    Cell(flap, 2, 2, 0),
-    Cell(flap_long, 2, 2, 2),
-    Cell(kill, 2, 2, 2),
-    Cell(kill, 2, 2, 2, has_witness=True),
-    Cell(cut, 1, 3, 1, has_witness=True),
-    Cell(cut, 3, 3, 3, has_witness=True),
+    *(Cell(trouble, num, num, num, *way) for trouble in (mute, deafen) for num in (2, 3) for way in WAYS),
+    *(Cell(trouble, 1, 3, 1) for trouble in (mute, deafen)),
+    *(Cell(part, 3, 3, 3, *way) for way in OTHER_WAYS),
+    *(Cell(flap, num, num, 0, *way) for num in (2, 3) for way in WAYS),
+    *(Cell(flap_long, num, num, num, *way) for num in (2, 3) for way in WAYS),
+    *(Cell(cut, 2, 2, 2, "torchrun", has_witness) for has_witness in (True, False)),
+    *(Cell(cut, host, 3, host, *way) for host in (1, 3) for way in OTHER_WAYS),
+    *(Cell(kill, num, num, num, *way) for num in (2, 3) for way in WAYS),
     Cell(kill, 1, 3, 1, has_witness=True),
-    Cell(cut, 2, 2, 2, "torchrun"),
-    Cell(cut, 2, 2, 2, "torchrun", has_witness=True),
-    Cell(kill, 2, 2, 2, "torchrun"),
-    Cell(mute, 3, 3, 3, "torchrun"),
-    Cell(deafen, 3, 3, 3, "torchrun"),
-    Cell(part, 3, 3, 3, "torchrun"),
-    Cell(flap, 3, 3, 0, "torchrun"),
-    Cell(flap_long, 3, 3, 3, "torchrun"),
 ]
 
 
-@pytest.mark.sample(0, rest=2)
+@pytest.mark.sample(0, rest=4)
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_one_side_goes_on(start, tmp_path, undisturbed, cell):
     witness = str(tmp_path / "witness") if cell.has_witness else None
@@ -107,3 +108,6 @@ def test_one_side_goes_on(start, tmp_path, undisturbed, cell):
     assert lost_ranks(run) == ([cell.lost - 1] if cell.lost else [])
     code = {kill: -signal.SIGKILL, part: 0}.get(cell.trouble, 4)  # one that is evicted has the run's own
     assert codes(ended) == [code if host == cell.lost else 0 for host in range(1, cell.num_hosts + 1)], ended
+    if cell.num_hosts == 2 and cell.trouble in (mute, deafen, cut):
+        why = f"the witness {witness} " if witness else "no witness is configured"
+        assert f"the run can't go on here: this side reaches 1 of 2 hosts, and {why}" in ended[1].out
