@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.network.test_cut_networks import assert_one_side_finished, codes, lost_ranks
-from tests.support.network_runs import CONTROL_S, LAUNCHERS, NetworkRun
+from tests.support.network_runs import CONTROL_S, LAUNCHERS, STATIC, NetworkRun
 from tests.support.network_switch import Weather
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -62,6 +62,10 @@ def flap_long(run: NetworkRun, host: int) -> None:
     run.network.weather = Weather()
 
 
+LINGER = [{"step": 20, "rank": 1, "phase": "forward", "kind": "sleep", "seconds": 15.0}]
+"""Long enough for torchruns to miss a store: those of the c10d rendezvous have stopped the run after two seconds."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """What happens to which host of how many, and which host the run goes on without; 0: all stay."""
@@ -85,7 +89,7 @@ OTHER_WAYS = tuple(way for way in WAYS if way != ("variables", False))
 """Those of which test_cut_networks.py has no row."""
 CELLS = [
     *(Cell(trouble, num, num, num, *way) for trouble in (mute, deafen) for num in (2, 3) for way in WAYS),
-    *(Cell(trouble, 1, 3, 1) for trouble in (mute, deafen)),
+    *(Cell(trouble, 1, 3, 1, launcher) for trouble in (mute, deafen) for launcher in (STATIC, "variables")),
     *(Cell(part, 3, 3, 3, *way) for way in OTHER_WAYS),
     *(Cell(flap, num, num, 0, *way) for num in (2, 3) for way in WAYS),
     *(Cell(flap_long, num, num, num, *way) for num in (2, 3) for way in WAYS),
@@ -93,6 +97,8 @@ CELLS = [
     *(Cell(cut, host, 3, host, *way) for host in (1, 3) for way in OTHER_WAYS),
     *(Cell(kill, num, num, num, *way) for num in (2, 3) for way in WAYS),
     Cell(kill, 1, 3, 1, has_witness=True),
+    Cell(kill, 1, 3, 1, STATIC),
+    Cell(kill, 1, 2, 1, STATIC, has_witness=True),
 ]
 
 
@@ -100,7 +106,7 @@ CELLS = [
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_one_side_goes_on(start, tmp_path, undisturbed, cell):
     witness = str(tmp_path / "witness") if cell.has_witness else None
-    run = start(cell.num_hosts, cell.launcher, witness=witness)
+    run = start(cell.num_hosts, cell.launcher, witness=witness, faults=LINGER if cell.launcher == STATIC else [])
     run.wait_for_step(5)
     cell.trouble(run, cell.host)
     ended = run.end()
@@ -111,3 +117,29 @@ def test_one_side_goes_on(start, tmp_path, undisturbed, cell):
     if cell.num_hosts == 2 and cell.trouble in (mute, deafen, cut):
         why = f"the witness {witness} " if witness else "no witness is configured"
         assert f"the run can't go on here: this side reaches 1 of 2 hosts, and {why}" in ended[1].out
+
+
+@pytest.mark.sample(0, rest=1)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(kill, 1, 2, 1, "torchrun", has_witness=True),
+        Cell(kill, 1, 3, 1, "torchrun"),
+        Cell(deafen, 1, 3, 1, "torchrun"),
+    ],
+    ids=lambda cell: cell.name,
+)
+def test_torchruns_end_without_the_store_of_their_rendezvous(start, tmp_path, cell):
+    """It is in the torchrun of the first host, which is killed, or ends with its deaf coordinator. The run goes on
+    without that host, until the other torchruns miss the store: they stop the run, which saves, and end with code 1."""
+    witness = str(tmp_path / "witness") if cell.has_witness else None
+    run = start(cell.num_hosts, "torchrun", num_steps=100_000, witness=witness)
+    run.wait_for_step(5)
+    cell.trouble(run, cell.host)
+    others = range(1, cell.num_hosts)
+    assert [run.processes[other].wait(timeout=120) for other in others] == [1 for _ in others]
+    ended = run.end()
+    assert codes(ended) == [4 if cell.trouble is deafen else -signal.SIGKILL] + [128 + signal.SIGTERM for _ in others]
+    assert run.steps() == list(range(1, len(run.steps()) + 1))
+    assert f"saved step {len(run.steps())}:" in "".join(each.out for each in ended)
+    assert lost_ranks(run)[0] == 0, "the run has not gone on"

@@ -25,6 +25,8 @@ TIMEOUT_S = 300
 CONTROL_S = 6.0
 """Patience with silent hosts and cut paths."""
 LAUNCHERS = ("variables", "torchrun")
+STATIC = "torchrun static"
+"""torchrun with the ranks of its hosts given, in place of the c10d rendezvous."""
 RECORDED_EXIT = str(Path(__file__).with_name("recorded_exit.py"))
 LEFT_OUT = re.compile(
     "the run can't go on here: this side reaches |the run goes on without this process: |the run's coordinator is gone"
@@ -61,7 +63,7 @@ class NetworkRun:
         **elastic: Any,
     ):
         self.network = network
-        self._launcher = launcher
+        self._is_torchrun = launcher != "variables"
         self.directory = folder / "run"
         config = folder / "config.json"
         settings = _config(len(network.hosts), self.directory, text, elastic)
@@ -107,12 +109,12 @@ class NetworkRun:
         while any(map(self._is_running, self.network.hosts, self.processes)):
             assert time.monotonic() < deadline, f"still running: {[host.pids() for host in self.network.hosts]}"
             time.sleep(0.05)
-        if self._launcher == "torchrun":
+        if self._is_torchrun:
             for host in self.network.hosts:
                 host.kill_all()
         outs = [process.communicate(timeout=20)[0] for process in self.processes]
         ended = [Ended(code=self._code(number), out=out) for number, out in enumerate(outs)]
-        pattern = OWN_FRAME if self._launcher == "torchrun" else re.compile("Traceback")
+        pattern = OWN_FRAME if self._is_torchrun else re.compile("Traceback")
         assert not any(map(pattern.search, outs)), "\n".join(outs)
         for each in ended:
             since_return = each.out.rpartition(COMES_BACK)[2]
@@ -122,14 +124,14 @@ class NetworkRun:
 
     def _code(self, number: int) -> int:
         """The exit code of a host's stub, which torchrun does not pass on."""
-        if self._launcher != "torchrun":
+        if not self._is_torchrun:
             return int(self.processes[number].returncode)
         file = _exit_file(self._config, self.network.hosts[number])
         return int(file.read_text()) if file.exists() else -signal.SIGKILL
 
     def _is_running(self, host: Host, process: subprocess.Popen[str]) -> bool:
         """Also before it has begun. A torchrun that has started training counts as long as that lasts."""
-        has_begun = self._launcher == "torchrun" and bool(self.steps())
+        has_begun = self._is_torchrun and bool(self.steps())
         return bool(_training(host)) or (process.poll() is None and not has_begun)
 
     def steps(self) -> list[int]:
@@ -221,11 +223,13 @@ def _command(launcher: str, network: Network, host: Host, config: Path) -> list[
     train = [TRAIN, "--config", str(config)]
     if launcher == "variables":
         return [sys.executable, *train]
+    first = network.hosts[0].address
+    static = ["--node_rank", str(host.number - 1), "--master_addr", first, "--master_port", str(MASTER_PORT)]
+    c10d = ["--rdzv_backend", "c10d", "--rdzv_id", "run", "--rdzv_endpoint", f"{first}:{RENDEZVOUS_PORT}"]
     return [
         TORCHRUN,
-        *("--nnodes", str(len(network.hosts)), "--nproc_per_node", "1"),
-        *("--rdzv_backend", "c10d", "--rdzv_id", "run"),
-        *("--rdzv_endpoint", f"{network.hosts[0].address}:{RENDEZVOUS_PORT}", "--local_addr", host.address),
+        *("--nnodes", str(len(network.hosts)), "--nproc_per_node", "1", "--local_addr", host.address),
+        *(static if launcher == STATIC else c10d),
         *(RECORDED_EXIT, str(_exit_file(config, host)), *train),
     ]
 
