@@ -160,6 +160,7 @@ PURE: tuple[str, ...] = (
             "learning_rate",
             "entry",
             "entry_layout",
+            "lane_cursors",
             "state",
             "seen_steps",
             "batching",
