@@ -1,13 +1,14 @@
 """Measures how long a run pauses when a lost worker returns, and what workers that come and go cost it.
 
-    python benchmarks/rejoin.py [--rounds 10] [--only quickstart] [--ranks 4 10] [--steps 300] [--cycles 5]
+    python benchmarks/rejoin.py [--rounds 10] [--only quickstart] [--ranks 4 10] [--steps 300] [--cycles 5] [--pairs 3]
     python benchmarks/rejoin.py --restarts 5 --only quickstart --ranks 4  # joins beside restarts from a checkpoint
 
 Pauses: in one run after the other a worker is killed `--rounds` times, each time after the one before has come back.
 The figures are those of the run's own records. Throughput (with `--steps`): the quickstart trains that many steps
-undisturbed, and again while a worker is killed and returns `--cycles` times; both from the first step to the last.
-If a machine drifts by more than losses cost, the second line counts: what the steps from each kill to the return have
-taken beyond as many steps before and after them in the same run.
+undisturbed, and again while a worker is killed and returns `--cycles` times; both from the first step to the last, in
+`--pairs` of runs in turn, every second one the other way round. If a machine drifts by more than losses cost, the other
+figure counts: what the steps from each kill to the return have taken beyond as many before and after them in the same
+run.
 
 Beside restarts (with `--restarts`, in place of both): the same workers are killed in the run that heals, and in one
 with `elastic.enabled` false, which every loss restarts from the newest checkpoint (`--every` steps). Seconds are those
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 10])
     parser.add_argument("--steps", type=int, help="measure throughput, too")
     parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3, help="of an undisturbed run and one with kills")
     parser.add_argument("--restarts", type=int, help="compare N returns with N restarts, nothing else")
     parser.add_argument("--every", type=int, default=EVERY_STEPS, help=f"steps between checkpoints ({EVERY_STEPS})")
     options = parser.parse_args()
@@ -158,11 +160,7 @@ def main() -> None:
             joins = measure_pauses(MODELS[name], num_ranks, options.rounds)
             print(pause_row(f"{name}, {num_ranks} ranks", joins), flush=True)
     if options.steps:
-        (calm, _), (struck, cost_s) = (measure_speed(options.steps, cycles) for cycles in (0, options.cycles))
-        print(f"{options.steps} steps: {calm:.1f} s undisturbed, {struck:.1f} s with {options.cycles} workers killed")
-        print(f"throughput {calm / struck:.3f} of undisturbed")
-        each_s = ", ".join(f"{seconds:.2f}" for seconds in cost_s)
-        print(f"by the steps around each kill, which cost {each_s} s: {1 - sum(cost_s) / struck:.3f}")
+        compare_speed(options.steps, options.cycles, options.pairs)
 
 
 def measure_pauses(model: Sequence[str], num_ranks: int, num_rounds: int) -> list[dict[str, Any]]:
@@ -179,6 +177,24 @@ def measure_pauses(model: Sequence[str], num_ranks: int, num_rounds: int) -> lis
         finally:
             run.end()
         return [change for change in run.changes() if change["joined"]]
+
+
+def compare_speed(num_steps: int, num_cycles: int, num_pairs: int) -> None:
+    """Prints the throughput with kills and returns, of that without, in each pair of runs; and the medians."""
+    ratios, by_steps = [], []
+    for number in range(num_pairs):
+        order = (0, num_cycles) if number % 2 == 0 else (num_cycles, 0)
+        measured = {cycles: measure_speed(num_steps, cycles) for cycles in order}
+        (calm, _), (struck, cost_s) = measured[0], measured[num_cycles]
+        ratios.append(calm / struck)
+        by_steps.append(1 - sum(cost_s) / struck)
+        each_s = ", ".join(f"{seconds:.2f}" for seconds in cost_s)
+        print(
+            f"{num_steps} steps: {calm:.1f} s undisturbed, {struck:.1f} s with {num_cycles} workers killed: "
+            f"{ratios[-1]:.3f}; by the steps around each kill, which cost {each_s} s: {by_steps[-1]:.3f}",
+            flush=True,
+        )
+    print(f"throughput of undisturbed, medians: {statistics.median(ratios):.3f}; {statistics.median(by_steps):.3f}")
 
 
 def compare_with_restarts(options: argparse.Namespace) -> None:
