@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubble, cpu, data_wait, rejoin, restarts, step_parts
+from benchmarks import bubble, cpu, data_wait, preempt, rejoin, restarts, step_parts
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import load_config, resolve
@@ -244,3 +244,17 @@ def test_the_parts_of_a_step():
     events += [span("forward 0", 1000, 4000), span("part of it", 2000, 500), span("receive gradient 0", 6000, 3000)]
     events += [span("gloo:all_reduce", 6000, 1000, tid=2), {"ph": "M", "name": "process_name"}]
     assert step_parts.parts_of(events) == {"step": 10.0, "forward": 4.0, "receive": 3.0, "rest": 3.0}
+
+
+def test_what_notices_did_is_counted():
+    times = {"agree_s": 0.25, "repair_s": 0.5, "regroup_s": 0.25}
+    changes = [
+        {"event": "membership", "why": "rank 0 drained", "joined": [], "live": 5, **times},
+        {"event": "membership", "why": "lost rank 1", "joined": [], "live": 4, **times},
+        {"event": "membership", "why": "", "joined": [{"rank": 6}], "live": 5, **times},
+    ]
+    steps = [{"step": number, "loss": loss} for number, loss in ((1, 4.0), (2, 3.5), (2, 3.0))]
+    said = "\n".join(preempt.describe([*steps, *changes], [1.0, 3.0], [4.0, 3.5, 2.0]))
+    assert "2 hosts were taken away, 1 came; workers at the end: 5" in said
+    assert "empty after 2.000 [3.000] s; a change paused the run for 1.000 [1.000] s" in said
+    assert "3, each once: False; changes by a loss: 1" in said and "bit for bit: 2 of 3; the last 3.0000" in said
