@@ -20,7 +20,8 @@ from torch import Tensor
 
 _RANDOM_BITS = Path(__file__).with_name("random_bits.c")
 _COMMAND = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 600.0
+"""All ranks of a host may compile at once, on busy cores; a rank without its library would end the run."""
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
