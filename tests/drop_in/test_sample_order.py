@@ -26,7 +26,7 @@ class Change:
     lost: frozenset[int]
     """Places among the workers."""
     kept: int
-    """The place of one that remains, whoever is lost; modulo the number of workers."""
+    """Index, modulo the number of workers, of a worker that always survives the change."""
     joined: int
 
 

@@ -185,8 +185,7 @@ def test_the_rest_can_not_go_on(tmp_path):
 
 @pytest.fixture
 def announced(request, tmp_path):
-    """(fields of elastic.notice, what makes the notice come, how it is told) of a source that is asked again and
-    again."""
+    """A source that is polled: (fields of elastic.notice, a call that makes its notice come, the expected message)."""
     file = tmp_path / "notice"
     if request.param == "file":
         yield {"file": str(file)}, file.touch, f"{file} exists"
