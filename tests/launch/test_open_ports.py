@@ -24,7 +24,9 @@ from tests.support.strangers import (
 )
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
-UNDISTURBED = ("run.num_steps=40",)
+UNDISTURBED = ("run.num_steps=20",)
+HELD_STEP = 2
+DAWDLING = "tests.support.dawdling_training"
 SUMS = (f"run.num_steps={NUM_STEPS}", "precision.sums=exact")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
 LINKS = {f"p3d-rank-{rank}": f"the links of rank {rank}" for rank in range(4)}
@@ -40,8 +42,10 @@ def losses(run):
     ("launcher", "exchange"), [((), "auto"), ((), "gloo"), (TORCHRUN, "auto")], ids=["plain", "gloo", "torchrun"]
 )
 def test_a_stranger_at_every_port(config_file, tmp_path, undisturbed, launcher, exchange):
-    process = start("--config", config_file, *UNDISTURBED, f"run.exchange={exchange}", launcher=launcher)
-    wait_for_step(tmp_path / "run", 2)
+    held = (tmp_path, HELD, HELD_STEP + 1, "-")  # so that the run can't end before all ends are found
+    settings = (*UNDISTURBED, f"run.exchange={exchange}")
+    process = start(*held, "--config", config_file, *settings, launcher=(*launcher, "-m"), train=DAWDLING)
+    wait_for_step(tmp_path / "run", HELD_STEP)
     of_torchrun = listening_ends([process.pid]) if launcher else {}  # that of its store
     owners = listening_ends([process.pid, *descendants_of(process.pid)])
     ends = owners.keys() - of_torchrun.keys()
@@ -49,8 +53,9 @@ def test_a_stranger_at_every_port(config_file, tmp_path, undisturbed, launcher, 
     with contextlib.ExitStack() as stack:
         for words in (*all_words(owners, tmp_path / "run"), *HALF_OPEN):
             for address in ends:
-                with contextlib.suppress(OSError):  # the run may be over
+                with contextlib.suppress(OSError):  # some are turned away before they have spoken
                     say(stack.enter_context(connect(address)), words)
+        (tmp_path / "struck").touch()
         code, out, err = finish(process)
     assert code == 0 and "Traceback" not in out + err, out + err
     assert "did not prove the run's secret, the last from 127.0.0.1" in out
