@@ -30,7 +30,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.run_data import fingerprint_data, open_run_corpus
 from parallel3d.data.tokenizer import Tokenizer
 from parallel3d.errors import CheckpointError, ConfigError, DataError, UserError
-from parallel3d.evaluation.held_out import HeldOutDocuments, HeldOutText, Slice
+from parallel3d.evaluation.held_out import HeldOutDocuments, HeldOutText, Slice, text_of_test
 from parallel3d.evaluation.results import GroupResult, format_table
 from parallel3d.evaluation.rows import RowScore, ScoredRow
 from parallel3d.evaluation.text_files import NamedFile, last_word_rows, parse_files, text_rows
@@ -63,13 +63,16 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def evaluate_held_out(options: argparse.Namespace, trained: TrainedModel) -> tuple[Figures, dict[str, Any]]:
-    """The run's own text: what its evaluations read, or what they never touched."""
+    """The run's own text: what its evaluations read, what they never touched, or its test."""
     run = run_config(options, trained)
     corpus = open_run_corpus(run, AbortToken(), log)
     check_text(trained, run, corpus)
     part: Slice = options.slice or ("all" if options.by or options.tokens else "seen")
-    documents = HeldOutDocuments(run, corpus)
-    text = documents.seen_text() if part == "seen" else documents.packed_text(part, options.by, options.tokens)
+    if part == "test":
+        text = text_of_test(run, corpus, options.by, options.tokens)
+    else:
+        documents = HeldOutDocuments(run, corpus)
+        text = documents.seen_text() if part == "seen" else documents.packed_text(part, options.by, options.tokens)
     length = max(row.length for row in text.rows)
     config = compute_config(trained, options, length, refusal=f"sequences of {length} tokens: too long for the model")
     document_end = corpus.train.eos_id if run.data.document_mask else None

@@ -59,8 +59,9 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-column", default="text", metavar="NAME", help="the field of JSON lines (text)")
     parser.add_argument(
         "--slice",
-        choices=("seen", "unseen", "all"),
-        help="of the held-out text: what the run's evaluations read (default), documents they never touched, or all",
+        choices=("seen", "unseen", "all", "test"),
+        help="of the held-out text: what the run's evaluations read (default), documents they never touched, or all; "
+        "or the test (data.test_fraction)",
     )
     parser.add_argument("--by", choices=("domain", "file"), help="a row for each source or file of the held-out text")
     parser.add_argument("--tokens", type=count, metavar="N", help="at most N of each row, in whole sequences")

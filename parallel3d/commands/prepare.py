@@ -104,7 +104,7 @@ def tokenise(corpus: Corpus, out: Path, num_processes: int) -> None:
     """Writes the tokens with a progress bar, and prints what was written."""
     total = sum(
         int(each.documents.num_bytes.sum())
-        for each in (corpus.train, corpus.validation)
+        for each in (corpus.train, corpus.validation, corpus.test)
         if isinstance(each, TokenizedDocuments) and isinstance(each.documents, DocumentSet)
     )
     started, num_tokens = time.perf_counter(), 0
@@ -118,9 +118,10 @@ def tokenise(corpus: Corpus, out: Path, num_processes: int) -> None:
 
         prepared = prepare(corpus, out, num_processes=num_processes, progress=progress)
     seconds = time.perf_counter() - started
+    for_test = f"{prepared.num_test_tokens:,} for a test, " if prepared.num_test_tokens else ""
     log(
         f"{out}: {prepared.num_documents:,} documents, {prepared.num_train_tokens:,} tokens to train on, "
-        f"{prepared.num_validation_tokens:,} to evaluate with, {prepared.num_bytes / 1e6:,.1f} MB, "
+        f"{prepared.num_validation_tokens:,} to evaluate with, {for_test}{prepared.num_bytes / 1e6:,.1f} MB, "
         f"in {seconds:.1f} s ({num_tokens / seconds:,.0f} tokens/s). Train on it with 'data.sources=[\"{out}\"]'"
     )
 

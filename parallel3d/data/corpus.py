@@ -1,9 +1,10 @@
-"""A corpus: training and validation documents, their tokenizer and statistics of their tokens.
+"""A corpus: documents to train on, to validate with and for a test, their tokenizer and statistics of their tokens.
 
 The expensive parts (indexing the documents, training the tokenizer, counting tokens) are done once and kept in a folder
 of the cache, named by a hash of all inputs: <cache_directory>/<key>/ with
 
     train.places  validation.places     position of each document, memory-mapped (document_index.py)
+    test.places                         ... if there is a test
     unpacked-N.text                     text of a source without random access (Parquet, compressed Arrow)
     tokenizer.model                     or tokenizer.json and the files that belong to it
     corpus.json
@@ -50,6 +51,8 @@ class Corpus:
     """Folder in the cache: load_corpus opens it in any process of this host."""
     train: TokenDocuments
     validation: TokenDocuments
+    test: TokenDocuments
+    """Documents that neither training nor its evaluations read; none without data.test_fraction."""
     train_document_index: np.ndarray
     """int64 (training documents, 3), mapped: number of the file, in the order of data.sources; offset, size."""
     tokenizer: Tokenizer | None
@@ -76,6 +79,7 @@ def open_corpus(
     text_column: str,
     document_chars: int | None,
     validation_fraction: float,
+    test_fraction: float = 0.0,
     num_lanes: int,
     tokenizer: TokenizerConfig,
     chat: ChatConfig | None = None,
@@ -100,6 +104,7 @@ def open_corpus(
         text_column=text_column,
         document_chars=document_chars,
         validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
         tokenizer=tokenizer,
         chat=None if chat is None else load_template(chat.template).to_json(),
         needs_eos=needs_eos,
@@ -135,6 +140,7 @@ def load_corpus(folder: Path) -> Corpus:
         tokenizer=tokenizer,
         train=documents["train"],
         validation=documents["validation"],
+        test=documents["test"],
         train_document_index=document_index["train"],
         **facts,
     )
@@ -147,11 +153,11 @@ def _build(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str
     log(f"first use of this corpus: indexing {num_files:,} file{'s' if num_files != 1 else ''}, into {folder}")
     facts = build_token_corpus(spec, scratch, token) if spec.is_tokens else build_text_corpus(spec, scratch, token, log)
     (scratch / "corpus.json").write_text(json.dumps(facts, indent=1))
-    train, validation = load_split(scratch).values()
-    size = int(train[:, 2].sum() + validation[:, 2].sum())
+    splits = load_split(scratch).values()
+    size = sum(int(rows[:, 2].sum()) for rows in splits)
     amount = f"{size:,} tokens" if spec.is_tokens else f"{size / 1e6:,.1f} MB"
     log(
-        f"indexed {len(train) + len(validation):,} documents, {amount}, "
+        f"indexed {sum(map(len, splits)):,} documents, {amount}, "
         f"{facts['num_train_tokens']:,} training tokens of a vocabulary of {facts['vocab_size']:,}, "
         f"in {time.perf_counter() - started:.1f} s; kept for the next run"
     )

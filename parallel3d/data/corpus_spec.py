@@ -32,6 +32,7 @@ class CorpusSpec:
     text_column: str
     document_chars: int
     validation_fraction: float
+    test_fraction: float
     tokenizer: TokenizerConfig
     chat: Mapping[str, str] | None = None
     """The template of conversations; None: the files are text."""
@@ -68,6 +69,8 @@ class CorpusSpec:
             parts["held_out"] = sorted(held_out)
         if self.chat is not None:
             parts["chat"] = self.chat
+        if self.test_fraction:
+            parts["test_fraction"] = self.test_fraction
         if not self.needs_eos:
             parts["needs_eos"] = False
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-SPLITS = {name: f"{name}.places" for name in ("train", "validation")}
-"""The files of a corpus, by split."""
+SPLITS = {name: f"{name}.places" for name in ("train", "validation", "test")}
+"""The files of a corpus, by split; there is one for the test if it has documents."""
 ALL = "all.places"
 ROWS_AT_ONCE = 16_384
 COLUMNS = 3
@@ -40,39 +40,67 @@ def blocks(rows: Iterable[tuple[int, ...]]) -> Iterator[np.ndarray]:
 
 
 def write_split(
-    folder: Path, rows: Iterable[np.ndarray], validation_fraction: float, held_out_files: Collection[int] = ()
+    folder: Path,
+    rows: Iterable[np.ndarray],
+    *,
+    validation_fraction: float,
+    test_fraction: float,
+    held_out_files: Collection[int] = (),
 ) -> int:
     """Writes the index of each split, and returns the number of training documents; without any it writes no file.
 
-    With `held_out_files` their documents are for validation, and no others.
+    With `held_out_files` their documents are for validation, no others are, and none is for a test.
     """
     write_document_index(folder / ALL, rows)
     document_index = load_document_index(folder / ALL)
-    splits = split(len(document_index), validation_fraction)
+    splits = split(len(document_index), validation_fraction, test_fraction)
     if held_out_files:
         is_held_out = np.isin(document_index[:, 0], list(held_out_files))
-        splits = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-    if len(splits[0]):
-        for name, indices in zip(SPLITS.values(), splits):
+        splits = dict(train=np.flatnonzero(~is_held_out), validation=np.flatnonzero(is_held_out))
+    if not len(splits.get("test", ())):
+        splits.pop("test", None)
+    if num_training := len(splits["train"]):
+        for name, indices in splits.items():
             starts = range(0, len(indices), ROWS_AT_ONCE)
             write_document_index(
-                folder / name, (document_index[indices[start : start + ROWS_AT_ONCE]] for start in starts)
+                folder / SPLITS[name], (document_index[indices[start : start + ROWS_AT_ONCE]] for start in starts)
             )
     (folder / ALL).unlink()
-    return len(splits[0])
+    return num_training
+
+
+def split_files(folder: Path) -> list[Path]:
+    """The index of each split that there is, in the order of SPLITS."""
+    return [folder / file for file in SPLITS.values() if (folder / file).exists()]
 
 
 def load_split(folder: Path) -> dict[str, np.ndarray]:
-    """Returns the index of each split, memory-mapped."""
-    return {name: load_document_index(folder / file) for name, file in SPLITS.items()}
+    """Returns the index of each split, memory-mapped; that of the test is empty where there is none."""
+    found = {path.name: load_document_index(path) for path in split_files(folder)}
+    return {name: found.get(file, np.zeros((0, COLUMNS), np.int64)) for name, file in SPLITS.items()}
 
 
-def split(num_documents: int, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of the training and the validation documents: the latter spread evenly over the corpus.
+def split(num_documents: int, validation_fraction: float, test_fraction: float = 0.0) -> dict[str, np.ndarray]:
+    """Returns the indices of the documents of each split: those held out are spread evenly over the corpus, and those
+    for the test evenly over these.
 
-    At least one document is for validation if the fraction is above 0, and at least one for training.
+    At least one document is for training, then at least one for validation and for the test if its fraction is above 0.
     """
-    wanted = max(1, round(num_documents * validation_fraction)) if validation_fraction > 0 else 0
-    num_validation = min(wanted, num_documents - 1)
-    validation = (2 * np.arange(num_validation) + 1) * num_documents // max(1, 2 * num_validation)
-    return np.delete(np.arange(num_documents), validation), validation
+    num_validation, num_test = (
+        max(1, round(num_documents * fraction)) if fraction > 0 else 0
+        for fraction in (validation_fraction, test_fraction)
+    )
+    num_validation = min(num_validation, max(0, num_documents - 1))
+    num_test = min(num_test, max(0, num_documents - 1 - num_validation))
+    held_out = _spread(num_validation + num_test, num_documents)
+    test = _spread(num_test, len(held_out))
+    return {
+        "train": np.delete(np.arange(num_documents), held_out),
+        "validation": np.delete(held_out, test),
+        "test": held_out[test],
+    }
+
+
+def _spread(count: int, total: int) -> np.ndarray:
+    """`count` indices below `total` at equal distances."""
+    return (2 * np.arange(count) + 1) * total // max(1, 2 * count)

@@ -1,6 +1,7 @@
 """Tokenises a corpus ahead of training, into a folder that is a source itself: the same lanes, without the work.
 
     OUT/train.safetensors  OUT/validation.safetensors   one tensor `tokens` each: documents end to end, each with EOS
+    OUT/test.safetensors                                ... if the corpus has a test
     OUT/tokenizer.model                                 the SentencePiece model, or
     OUT/tokenizer.json  OUT/tokenizer_config.json ...   the files of Hugging Face's
 
@@ -28,7 +29,7 @@ import numpy as np
 
 from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.documents import TokenizedDocuments
-from parallel3d.data.sources import TRAIN_TOKENS, VALIDATION_TOKENS
+from parallel3d.data.sources import TEST_TOKENS, TRAIN_TOKENS, VALIDATION_TOKENS
 from parallel3d.data.token_file import TokenWriter
 from parallel3d.data.tokenizer_files import save_tokenizer
 from parallel3d.errors import DataError
@@ -48,6 +49,7 @@ class PrepareResult:
     num_documents: int
     num_train_tokens: int
     num_validation_tokens: int
+    num_test_tokens: int
     num_bytes: int
 
 
@@ -92,6 +94,8 @@ def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: P
         "fingerprint": corpus.fingerprint,
     }
     splits = {"train": TRAIN_TOKENS, "validation": VALIDATION_TOKENS}
+    if len(corpus.test):
+        splits["test"] = TEST_TOKENS
     written = {}
     context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
     with ProcessPoolExecutor(num_processes, context, _init_process) as pool:
@@ -109,9 +113,10 @@ def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: P
             raise
     save_tokenizer(corpus.tokenizer, scratch)
     return PrepareResult(
-        num_documents=len(corpus.train) + len(corpus.validation),
+        num_documents=sum(len(getattr(corpus, split)) for split in splits),
         num_train_tokens=written["train"],
         num_validation_tokens=written["validation"],
+        num_test_tokens=written.get("test", 0),
         num_bytes=sum((scratch / name).stat().st_size for name in splits.values()),
     )
 

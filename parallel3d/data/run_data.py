@@ -50,6 +50,7 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
         text_column=data.text_column,
         document_chars=_document_chars(data, num_lanes),
         validation_fraction=data.validation_fraction,
+        test_fraction=data.test_fraction,
         num_lanes=num_lanes,
         tokenizer=data.tokenizer.model_copy(update={"path": path and _local_tokenizer(path, cache)}),
         chat=data.chat,
@@ -105,7 +106,7 @@ def build_evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
     assert config.batch.global_batch_size is not None, "needs a resolved configuration"
     num_lanes = min(config.batch.global_batch_size, len(corpus.validation))
     files = _files(config.data, config.data.sources)
-    is_apart = config.data.slice is None or any(file.format != "tokens" for file in files)
+    is_apart = config.data.slice is None or any(file.format == "tokens for validation" for file in files)
     return lanes_of(config)(corpus.validation, config.run.seed, num_lanes) if num_lanes and is_apart else None
 
 
@@ -255,7 +256,7 @@ def _slice(config: Config) -> tuple[TokenFile, TokenSlice]:
     """The file to train on, and the part of it."""
     part, batch = config.data.slice, config.batch
     assert part is not None and batch.global_batch_size is not None
-    files = [file for file in _files(config.data, config.data.sources) if file.format != "tokens for validation"]
+    files = [file for file in _files(config.data, config.data.sources) if not file.format.startswith("tokens for")]
     if [file.format for file in files] != ["tokens"]:
         names = ", ".join(file.path.name for file in files[:3])
         raise DataError(

@@ -40,7 +40,8 @@ FOLDER_SUFFIXES = (
 )
 """What a folder is searched for, and .bin files with an index. Others must be named: folders have a config.json, a
 pytorch_model.bin."""
-TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
+TRAIN_TOKENS, VALIDATION_TOKENS, TEST_TOKENS = "train.safetensors", "validation.safetensors", "test.safetensors"
+HELD_OUT_FORMATS = {VALIDATION_TOKENS: "tokens for validation", TEST_TOKENS: "tokens for test"}
 """The files of a prepared folder. All of a file of tokens with the second name is for evaluation."""
 OWN_FORMAT = "own:"
 """In front of the name of a function of the user's, in place of a format."""
@@ -138,7 +139,7 @@ def _format_of(file: Path, formats: Mapping[str, str]) -> str:
         if found not in ("text", "jsonl", "json"):
             raise DataError(f"data.sources: {file.name}: compressed {found} is not read: decompress it first")
         return found
-    return "tokens for validation" if file.name == VALIDATION_TOKENS else FORMAT_BY_SUFFIX.get(file.suffix, "text")
+    return HELD_OUT_FORMATS.get(file.name) or FORMAT_BY_SUFFIX.get(file.suffix, "text")
 
 
 def _built_in_files() -> list[SourceFile]:

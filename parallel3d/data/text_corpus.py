@@ -14,7 +14,7 @@ from parallel3d.data.columns import extract_text, is_readable_in_place
 from parallel3d.data.compressed import extract_documents
 from parallel3d.data.conversation_files import READABLE, extract_conversations
 from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
-from parallel3d.data.document_index import SPLITS, blocks, load_split, write_split
+from parallel3d.data.document_index import blocks, load_split, split_files, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.formats import ConversationLines, DocumentSet, build_formats
 from parallel3d.data.hf_loader import KIND, TOKENIZER_JSON, train_byte_level
@@ -34,7 +34,14 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
     """Fills `folder` with the corpus, and returns the contents of corpus.json."""
     formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars, chat=spec.chat)
     scan = _DocumentScan(spec, folder, token, log)
-    if not write_split(folder, scan.rows(), spec.validation_fraction, spec.held_out_files):
+    num_training = write_split(
+        folder,
+        scan.rows(),
+        validation_fraction=spec.validation_fraction,
+        test_fraction=spec.test_fraction,
+        held_out_files=spec.held_out_files,
+    )
+    if not num_training:
         others = f" and {len(spec.files) - 1} more" if len(spec.files) > 1 else ""
         raise DataError(f"data.sources has no text: {spec.files[0].path}{others}")
     train = DocumentSet(files=scan.files, formats=formats, document_index=load_split(folder)["train"])
@@ -56,7 +63,7 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
         "fingerprint": fingerprint(
             settings=[FORMAT_VERSION, spec.validation_fraction, *identity_of(tokenizer), *chat],
             files=[file.path for file in scan.files],
-            document_index=[folder / name for name in SPLITS.values()],
+            document_index=split_files(folder),
             model=tokenizer.files.get(MODEL_FILE) or tokenizer.files.get(TOKENIZER_JSON, b""),
         ),
     }

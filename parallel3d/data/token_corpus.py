@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
-from parallel3d.data.document_index import SPLITS, load_split, write_document_index, write_split
+from parallel3d.data.document_index import SPLITS, load_split, split_files, write_document_index, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.text_corpus import entropy
 from parallel3d.data.token_file import TokenFile, scan_tokens
@@ -30,24 +30,33 @@ def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dic
     tokenizer = _tokenizer(spec, files, declared)
     eos_id = _eos_id(spec, files, declared, tokenizer)
     assert spec.tokenizer.vocab_size is not None, "the configuration is resolved"
-    counts, validation_counts = np.zeros((2, spec.tokenizer.vocab_size), np.int64)
-    validation_files = {number for number, file in enumerate(spec.files) if file.format == "tokens for validation"}
-    rows = _rows(files, set(range(len(files))) - validation_files, eos_id, counts, token, spec.needs_eos)
-    if not write_split(folder, rows, 0.0 if validation_files else spec.validation_fraction):
+    counts, other_counts = np.zeros((2, spec.tokenizer.vocab_size), np.int64)
+    held_out = {
+        split: {number for number, file in enumerate(spec.files) if file.format == f"tokens for {split}"}
+        for split in ("validation", "test")
+    }
+    rows = _rows(files, set(range(len(files))).difference(*held_out.values()), eos_id, counts, token, spec.needs_eos)
+    num_training = write_split(
+        folder,
+        rows,
+        validation_fraction=0.0 if held_out["validation"] else spec.validation_fraction,
+        test_fraction=0.0 if held_out["test"] else spec.test_fraction,
+    )
+    if not num_training:
         raise DataError(f"data.sources has no tokens to train on ({spec.files[0].path} first)")
-    if validation_files:
-        write_document_index(
-            folder / SPLITS["validation"],
-            _rows(files, validation_files, eos_id, validation_counts, token, spec.needs_eos),
-        )
+    for split, numbers in held_out.items():
+        if numbers:
+            rows = _rows(files, numbers, eos_id, other_counts, token, spec.needs_eos)
+            write_document_index(folder / SPLITS[split], rows)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
     train = load_split(folder)["train"]
+    is_prepared = bool(held_out["validation"] and (held_out["test"] or not spec.test_fraction))  # nothing is split here
     own = {file.metadata["fingerprint"] for file in files if "fingerprint" in file.metadata}
     computed = fingerprint(
         settings=[FORMAT_VERSION, spec.validation_fraction, eos_id],
         files=[file.path for file in files],
-        document_index=[folder / name for name in SPLITS.values()],
+        document_index=split_files(folder),
         model=b"",
     )
     return {
@@ -59,7 +68,7 @@ def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dic
         "unigram_entropy": entropy(counts),
         "num_train_tokens": int(train[:, 2].sum()) + len(train),
         "counts_are_exact": True,
-        "fingerprint": own.pop() if len(own) == 1 and validation_files else computed,
+        "fingerprint": own.pop() if len(own) == 1 and is_prepared else computed,
     }
 
 

@@ -1,8 +1,9 @@
-"""The text that a run has held out, as rows, in groups: what its evaluations have read, the rest of it, or all.
+"""The text that a run has held out, as rows, in groups: what its evaluations have read, the rest of it, all, or a test.
 
 Training evaluates on the first sequences of the lanes of the held-out documents (trainer/loader.py). The rest are the
 documents that none of these sequences has touched: no token of it was ever read, neither as a target nor before one.
-It is packed again, in an order that depends on the run's seed alone, each group for itself.
+It is packed again, in an order that depends on the run's seed alone, each group for itself. The documents of the test
+are none of these: training holds them out from its evaluations, too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import numpy as np
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.document_index import load_split
+from parallel3d.data.documents import TokenDocuments
 from parallel3d.data.lanes import Cursor, Lanes, permutation
 from parallel3d.data.run_data import build_evaluation_lanes, source_files
 from parallel3d.errors import DataError
 from parallel3d.evaluation.rows import ScoredRow, packed_rows
 from parallel3d.trainer.loader import EvaluationSequences
 
-Slice = Literal["seen", "unseen", "all"]
+Slice = Literal["seen", "unseen", "all", "test"]
 Division = Literal["domain", "file"]
 WHOLE = "held-out text"
 
@@ -39,7 +41,7 @@ class HeldOutText:
 
 
 class HeldOutDocuments:
-    """The held-out documents of a run's corpus. Raises DataError if there are none."""
+    """The documents that a run evaluates on. Raises DataError if there are none."""
 
     def __init__(self, config: Config, corpus: Corpus):
         lanes = build_evaluation_lanes(config, corpus)
@@ -66,9 +68,8 @@ class HeldOutDocuments:
 
     def packed_text(self, part: Slice, by: Division | None, max_tokens: int | None) -> HeldOutText:
         """The unseen documents or all, packed by group, of each at most `max_tokens` targets, in whole sequences."""
-        names, groups = self._groups(by)
         seen = self.seen_documents if part == "unseen" else frozenset()
-        order = [number for number in self._order() if number not in seen]
+        order = [number for number in _order(self._corpus.validation, self._config) if number not in seen]
         if not order:
             raise DataError(
                 f"training's evaluations have read all {len(self._corpus.validation)} held-out documents "
@@ -76,25 +77,7 @@ class HeldOutDocuments:
                 "--slice all"
             )
         assert seen.isdisjoint(order)
-        rows: list[ScoredRow] = []
-        for group in range(len(names)):
-            mine = [number for number in order if groups[number] == group]
-            rows += up_to(max_tokens, self._rows(mine, group))
-        used = sorted({row.group for row in rows})
-        renumbered = [ScoredRow(tokens=row.tokens, group=used.index(row.group)) for row in rows]
-        return HeldOutText(names=[names[group] for group in used], rows=renumbered)
-
-    def _order(self) -> list[int]:
-        return permutation(len(self._corpus.validation), self._config.run.seed, 0).tolist()
-
-    def _rows(self, numbers: Sequence[int], group: int) -> Iterator[ScoredRow]:
-        end = np.array([self._corpus.validation.eos_id], np.int32)
-        documents = (np.concatenate([self._corpus.validation.tokens(number), end]) for number in numbers)
-        if self._config.data.chat is None:
-            yield from packed_rows(documents, length=self._length, group=group)
-        else:  # a conversation begins and ends in its row
-            for document in documents:
-                yield ScoredRow(tokens=document[: self._length + 1], group=group)
+        return _packed(self._config, self._corpus, "validation", order, by, max_tokens)
 
     def _seen_documents_of(self, lane: int) -> list[int]:
         """Those up to the one in which the lane's last sequence ends, whose first token is that sequence's target."""
@@ -104,16 +87,60 @@ class HeldOutDocuments:
         whole = self._lanes.document_sequence(lane, 0)
         return whole if cursor.epoch else whole[: cursor.document + 1]
 
-    def _groups(self, by: Division | None) -> tuple[list[str], np.ndarray]:
-        """Names of the groups, and the group of each held-out document."""
-        file_of = load_split(self._corpus.folder)["validation"][:, 0]
-        if by is None:
-            return [WHOLE], np.zeros_like(file_of)
-        files = source_files(self._config.data)
-        if by == "file":
-            return _short_names([file for paths in files.values() for file in paths]), file_of
-        last_files = [*accumulate(len(paths) for paths in files.values())]
-        return list(files), np.searchsorted(last_files, file_of, side="right")
+
+def text_of_test(config: Config, corpus: Corpus, by: Division | None, max_tokens: int | None) -> HeldOutText:
+    """The documents of the test, packed as HeldOutDocuments.packed_text does. Raises DataError if there are none."""
+    if not len(corpus.test):
+        raise DataError(
+            f"the run has no test text (data.test_fraction {config.data.test_fraction:g}): set it before a run, name "
+            "files, or evaluate on --slice unseen"
+        )
+    return _packed(config, corpus, "test", _order(corpus.test, config), by, max_tokens)
+
+
+def _packed(
+    config: Config,
+    corpus: Corpus,
+    split: Literal["validation", "test"],
+    order: Sequence[int],
+    by: Division | None,
+    max_tokens: int | None,
+) -> HeldOutText:
+    """Documents of a split in an order, packed by group."""
+    names, groups = _groups(config, load_split(corpus.folder)[split][:, 0], by)
+    documents: TokenDocuments = getattr(corpus, split)
+    rows: list[ScoredRow] = []
+    for group in range(len(names)):
+        mine = [number for number in order if groups[number] == group]
+        rows += up_to(max_tokens, _rows(config, documents, mine, group))
+    used = sorted({row.group for row in rows})
+    renumbered = [ScoredRow(tokens=row.tokens, group=used.index(row.group)) for row in rows]
+    return HeldOutText(names=[names[group] for group in used], rows=renumbered)
+
+
+def _order(documents: TokenDocuments, config: Config) -> list[int]:
+    return permutation(len(documents), config.run.seed, 0).tolist()
+
+
+def _rows(config: Config, documents: TokenDocuments, numbers: Sequence[int], group: int) -> Iterator[ScoredRow]:
+    end = np.array([documents.eos_id], np.int32)
+    whole = (np.concatenate([documents.tokens(number), end]) for number in numbers)
+    if config.data.chat is None:
+        yield from packed_rows(whole, length=config.batch.sequence_length, group=group)
+    else:  # a conversation begins and ends in its row
+        for document in whole:
+            yield ScoredRow(tokens=document[: config.batch.sequence_length + 1], group=group)
+
+
+def _groups(config: Config, file_of: np.ndarray, by: Division | None) -> tuple[list[str], np.ndarray]:
+    """Names of the groups, and the group of each document; `file_of`: the number of its file."""
+    if by is None:
+        return [WHOLE], np.zeros_like(file_of)
+    files = source_files(config.data)
+    if by == "file":
+        return _short_names([file for paths in files.values() for file in paths]), file_of
+    last_files = [*accumulate(len(paths) for paths in files.values())]
+    return list(files), np.searchsorted(last_files, file_of, side="right")
 
 
 def up_to(max_tokens: int | None, rows: Iterator[ScoredRow]) -> Iterator[ScoredRow]:

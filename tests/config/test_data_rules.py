@@ -54,6 +54,8 @@ EVEN = {"web": 0.5, "code": 0.5}
         ("data.blend=5", "data.blend", "must be a section"),
         ('data.slice={"min_tokens": -2}', "data.slice.min_tokens", "greater than or equal to -1"),
         ("data.slice={}", "data.slice", "a part of one file"),
+        ("data.test_fraction=0.995", "data.test_fraction", "leaves nothing to train on"),
+        ("data.test_fraction=10", "data.test_fraction", "less than 1"),
     ],
 )
 def test_each_mistake_has_one_message(tiny: Path, override: str, field: str, rule: str):
@@ -76,6 +78,11 @@ def test_a_blend_names_all_sources_itself(tiny: Path):
 
 def test_a_slice_of_nothing(tiny: Path):
     assert set(problems(tiny, 'data.slice={"min_tokens": 0}', 'data.sources=["."]')) == {"data.slice.min_tokens"}
+
+
+def test_a_slice_holds_nothing_out_for_a_test(tiny: Path):
+    found = problems(tiny, "data.slice={}", 'data.sources=["."]', "data.test_fraction=0.1")
+    assert set(found) == {"data.test_fraction"} and "can't be combined with data.slice" in str(found)
 
 
 def test_a_slice_has_no_smaller_batches(tiny: Path):

@@ -65,11 +65,12 @@ def test_what_decides_the_content_decides_the_cache(source, tmp_path):
     changed = [
         fingerprint(document_chars=512),
         fingerprint(validation_fraction=0.1),
+        fingerprint(test_fraction=0.1),
         fingerprint(tokenizer=TokenizerConfig(vocab_size=300)),
         fingerprint(tokenizer=TokenizerConfig(kind="bytes")),
     ]
     source.write_text(source.read_text()[:-100])
-    assert len({first, *changed, fingerprint()}) == 6
+    assert len({first, *changed, fingerprint()}) == 7
 
 
 def test_the_fingerprint_does_not_know_where_the_files_are(source, tmp_path):
@@ -159,22 +160,54 @@ def test_a_read_only_cache_is_reported(source, tmp_path):
         open_words(source, source / "cache")
 
 
-@given(st.integers(1, 5000), st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5]))
-def test_split(num_documents, fraction):
-    train, validation = split(num_documents, fraction)
-    assert np.array_equal(np.sort(np.concatenate([train, validation])), np.arange(num_documents))
-    assert len(train) >= 1
-    if fraction and num_documents > 1:
-        assert len(validation) == max(1, round(num_documents * fraction))
-        assert np.ptp(np.diff(validation)) <= 1 if len(validation) > 1 else True  # evenly spread
-    if fraction == 0:
-        assert len(validation) == 0
+FRACTIONS = st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.45])
+
+
+@given(st.integers(1, 5000), FRACTIONS, FRACTIONS)
+def test_split(num_documents, fraction, for_test):
+    parts = split(num_documents, fraction, for_test)
+    assert np.array_equal(np.sort(np.concatenate([*parts.values()])), np.arange(num_documents))
+    assert len(parts["train"]) >= 1
+    for name, share in (("validation", fraction), ("test", for_test)):
+        expected = max(1, round(num_documents * share)) if share else 0
+        assert len(parts[name]) == expected or num_documents < 3, name
+    if for_test == 0 and len(parts["validation"]) > 1:
+        assert np.ptp(np.diff(parts["validation"])) <= 1  # evenly spread
+    if for_test and len(parts["test"]) > 1:
+        gaps = np.diff(parts["test"])
+        assert np.ptp(gaps) <= 2 * num_documents / len(np.concatenate([parts["validation"], parts["test"]])) + 1
+
+
+@pytest.mark.parametrize(("num_documents", "sizes"), [(0, (0, 0, 0)), (1, (1, 0, 0)), (2, (1, 1, 0)), (3, (1, 1, 1))])
+def test_few_documents_are_for_training_first_then_for_validation(num_documents, sizes):
+    assert tuple(map(len, split(num_documents, 0.05, 0.1).values())) == sizes
 
 
 def test_split_is_99_to_1():
-    train, validation = split(2500, 0.01)
-    assert (len(train), len(validation)) == (2475, 25)
-    assert validation[:3].tolist() == [50, 150, 250]
+    parts = split(2500, 0.01)
+    assert (len(parts["train"]), len(parts["validation"]), len(parts["test"])) == (2475, 25, 0)
+    assert parts["validation"][:3].tolist() == [50, 150, 250]
+
+
+def test_a_split_in_three():
+    """85, 5 and 10 %, each spread over the corpus."""
+    parts = split(2000, 0.05, 0.1)
+    assert [len(parts[name]) for name in ("train", "validation", "test")] == [1700, 100, 200]
+    assert parts["validation"][:3].tolist() == [10, 30, 50]
+    assert parts["test"][:4].tolist() == [3, 16, 23, 36] and parts["test"][-1] == 1996
+
+
+def test_a_test_changes_the_fingerprint_and_without_one_it_stays_what_it_was(source, tmp_path):
+    def corpus(**settings):
+        return open_words(source, tmp_path / "cache", document_chars=512, **settings)
+
+    plain, tested = corpus(), corpus(test_fraction=0.1)
+    assert not len(plain.test) and not (plain.folder / "test.places").exists()
+    assert plain.fingerprint == corpus(test_fraction=0.0).fingerprint != tested.fingerprint
+    splits = (tested.train, tested.validation, tested.test)
+    texts = [{documents.tokens(index).tobytes() for index in range(len(documents))} for documents in splits]
+    assert len(tested.test) == round(0.1 * (len(plain.train) + len(plain.validation)))
+    assert texts[2] and not texts[2] & (texts[0] | texts[1])
 
 
 @given(st.integers(0, 10**13), st.integers(1, 4096), st.sampled_from([0.0, 0.01, 0.1]))

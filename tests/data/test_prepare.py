@@ -64,10 +64,14 @@ def model(tmp_path_factory):
     return corpus.folder / "tokenizer.model"
 
 
+def texts_of(documents):
+    return [documents.tokens(index).tolist() for index in range(len(documents))]
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "stream", "compressed", "parquet"])
 def test_prepared_tokens_give_the_batches_of_the_text(tmp_path, model, kind):
-    tokenizer = TokenizerConfig(vocab_size=320, path=str(model))
-    text = open_words(write_source(tmp_path / "source", kind), tmp_path / "cache", tokenizer=tokenizer)
+    settings = dict(tokenizer=TokenizerConfig(vocab_size=320, path=str(model)), test_fraction=0.1)
+    text = open_words(write_source(tmp_path / "source", kind), tmp_path / "cache", **settings)
     reported = []
     done = prepare(
         text, tmp_path / "out", num_processes=2, progress=lambda size, tokens: reported.append((size, tokens))
@@ -75,15 +79,18 @@ def test_prepared_tokens_give_the_batches_of_the_text(tmp_path, model, kind):
     tokens = open_words(tmp_path / "out", tmp_path / "cache")
     assert isinstance(text.train, TokenizedDocuments) and isinstance(tokens.train, PackedDocuments)
     assert hash_of_stream(tokens.train) == hash_of_stream(text.train)
-    assert [tokens.validation.tokens(i).tolist() for i in range(len(tokens.validation))] == [
-        text.validation.tokens(i).tolist() for i in range(len(text.validation))
-    ]
+    assert texts_of(tokens.validation) == texts_of(text.validation)
+    assert texts_of(tokens.test) == texts_of(text.test) != []
+    again = open_words(tmp_path / "out", tmp_path / "cache", test_fraction=0.1)  # it has a test: nothing more is split
+    assert (again.fingerprint, len(again.test)) == (text.fingerprint, len(text.test))
     same = ("fingerprint", "num_train_tokens", "vocab_size", "document_chars", "unigram_entropy")
     assert all(getattr(tokens, name) == getattr(text, name) for name in same)
     assert tokens.tokenizer.decode(tokens.train.tokens(0)) == text.train.documents.read(0)
-    assert sum(tokens for _, tokens in reported) == done.num_train_tokens + done.num_validation_tokens
+    assert sum(tokens for _, tokens in reported) == (
+        done.num_train_tokens + done.num_validation_tokens + done.num_test_tokens
+    )
     assert sum(size for size, _ in reported) == sum(
-        each.documents.num_bytes.sum() for each in (text.train, text.validation)
+        each.documents.num_bytes.sum() for each in (text.train, text.validation, text.test)
     )
 
 
@@ -130,6 +137,16 @@ def test_no_validation_is_kept_as_none(tmp_path):
     prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
     tokens = open_words(tmp_path / "out", tmp_path / "cache")  # validation_fraction 0.01 would take some
     assert len(tokens.validation) == 0 and hash_of_stream(tokens.train) == hash_of_stream(text.train)
+
+
+def test_a_test_can_be_taken_of_what_was_prepared_without_one(tmp_path):
+    settings = {"tokenizer": TokenizerConfig(kind="bytes"), "document_chars": 512}
+    text = open_words(write_words(tmp_path / "words.txt"), tmp_path / "cache", **settings)
+    prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
+    tokens = open_words(tmp_path / "out", tmp_path / "cache", test_fraction=0.1)
+    assert texts_of(tokens.validation) == texts_of(text.validation) and len(tokens.train) < len(text.train)
+    assert sorted(texts_of(tokens.train) + texts_of(tokens.test)) == sorted(texts_of(text.train))
+    assert tokens.fingerprint != text.fingerprint
 
 
 def test_what_was_prepared_is_not_prepared_again(tmp_path):

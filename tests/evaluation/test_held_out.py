@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from parallel3d.data.document_index import load_split
 from parallel3d.data.marked_text import split_targets
-from parallel3d.data.run_data import build_evaluation_lanes
+from parallel3d.data.run_data import build_evaluation_lanes, open_run_corpus
 from parallel3d.errors import DataError
-from parallel3d.evaluation.held_out import HeldOutDocuments
+from parallel3d.evaluation.held_out import HeldOutDocuments, text_of_test
+from parallel3d.parallel.abort import AbortToken
 from parallel3d.trainer.loader import EvaluationSequences
 
 
@@ -62,6 +64,23 @@ def test_all_documents_are_read_once(saved_run):
     expected[documents.eos_id] = len(documents)
     expected[rows[0].tokens[0]] -= 1
     assert np.array_equal(counts, expected)
+
+
+def test_the_test_is_read_by_neither_training_nor_its_evaluations(saved_run):
+    data = saved_run.config.data.model_copy(update={"test_fraction": 0.2})
+    config = saved_run.config.model_copy(update={"data": data})
+    corpus = open_run_corpus(config, AbortToken(), lambda text: None)
+    watched = replace(corpus, test=Watched(corpus.test))
+    rows = text_of_test(config, watched, "file", None)
+    assert watched.test.read == set(range(len(corpus.test))) and len(corpus.test) > 1 and rows.rows
+    places = {name: {tuple(row) for row in rows.tolist()} for name, rows in load_split(corpus.folder).items()}
+    assert len(places["test"]) == len(corpus.test) and len(places["validation"]) == len(corpus.validation)
+    assert not places["test"] & (places["train"] | places["validation"])
+
+
+def test_a_run_without_a_test(saved_run):
+    with pytest.raises(DataError, match=r"has no test text .data\.test_fraction 0.: set it before a run, name files"):
+        text_of_test(saved_run.config, saved_run.corpus, None, None)
 
 
 def test_nothing_is_left(saved_run):

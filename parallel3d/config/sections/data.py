@@ -89,6 +89,9 @@ class DataConfig(Section):
     validation_fraction: Fraction = 0.01
     """Share of the documents that is held out for evaluation. No effect on tokens with a validation.safetensors, and on
     saved datasets with a split `validation`."""
+    test_fraction: Fraction = 0.0
+    """Share of the documents that neither training nor its evaluations read: they are for `parallel3d evaluate RUN
+    --slice test`. No effect on tokens with a test.safetensors, and on saved datasets with a split `validation`."""
     document_chars: NonNegativeInt | None = None
     """Plain text longer than this many characters is split into documents at line ends. 0: never; each file is one
     document and must fit into memory. Null: derived from the corpus size and the number of lanes

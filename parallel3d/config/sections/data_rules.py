@@ -111,6 +111,19 @@ def check_slice(
         )
 
 
+@rule("data: validation_fraction test_fraction", "data.slice")
+def check_held_out(data: DataConfig, part: SliceConfig | None) -> Iterator[Problem]:
+    """Something is left to train on, and what a run reads in the file's order holds nothing out."""
+    held_out = data.validation_fraction + data.test_fraction
+    if held_out >= 1:
+        rule_text = f"leaves nothing to train on: data.validation_fraction and this are {held_out:g} of all documents"
+        fix = "Lower one of them: 0.05 and 0.1, say"
+        yield Problem(field="data.test_fraction", value=data.test_fraction, rule=rule_text, fix=fix)
+    if data.test_fraction and part is not None:
+        why = "a slice covers all of its range in the file"
+        yield excludes("data.test_fraction", data.test_fraction, "data.slice", part.model_dump(), why)
+
+
 @rule("data.tokenizer.vocab_size", "model.vocab_size")
 def check_tokenizer(pieces: int | None, rows: int) -> Iterator[Problem]:
     """The model has a row for every piece."""
