@@ -30,19 +30,20 @@ ROOT = Path(__file__).parents[2]
 NEVER, HELD, FOUR, FIVE = "never", "step", 4, 5
 
 
-def start_ranks(config_file, run, relay_from, held=NEVER, *more):
+def start_ranks(config_file, run, relay_from, held=NEVER, *more, hosts=HOSTS):
     """One stub for each rank, from the variables that a launcher sets; steps take 0.1 s more. With HELD, rank 1 waits
     after STRIKE_STEP until the file `struck` is there, so that the run can't end before the test has looked at it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     settings = (f"run.num_steps={NUM_STEPS}", "precision.sums=exact", f"elastic.relay_from={relay_from}", *more)
     holding = [str(run.parent), held, str(STRIKE_STEP + 1)]
-    script = [sys.executable, "-m", "tests.support.dawdling_training", *holding, HOSTS]
+    script = [sys.executable, "-m", "tests.support.dawdling_training", *holding, hosts]
     command = [*script, "--config", str(config_file), *settings]
-    shared = {"WORLD_SIZE": len(HOSTS), "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": len(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     stubs = []
-    for rank in range(len(HOSTS)):
-        variables = {**shared, "RANK": rank, "LOCAL_RANK": rank // 2, "OMP_NUM_THREADS": 1}
+    for rank in range(len(hosts)):
+        local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+        variables = {**shared, "RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
         stubs.append(
             subprocess.Popen(
                 [*command, f"run.directory={run}"],
