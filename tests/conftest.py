@@ -16,7 +16,7 @@ from tests.support.tiers import chosen_rows
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
-QUICK_EXAMPLES = 10
+QUICK_EXAMPLES, REST_EXAMPLES = 10, 50
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A busy machine is not a failure: no deadline. Tests with a number of their own ask tiers.examples."""
     settings.register_profile("full", deadline=None, derandomize=True)
     settings.register_profile("quick", settings.get_profile("full"), max_examples=QUICK_EXAMPLES)
-    settings.load_profile("quick" if config.getoption("tier") == "quick" else "full")
+    settings.register_profile("rest", settings.get_profile("full"), max_examples=REST_EXAMPLES)
+    settings.load_profile(config.getoption("tier"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -61,6 +61,7 @@ def test_a_successor_while_a_spare_moves(num_iterations: int, faults: dict[str, 
     assert found.ends.keys() == {"released", "halted"} and has_grown(model)
 
 
+@pytest.mark.sample(1, rest=3)
 @pytest.mark.parametrize(
     ("grid", "widths", "faults"),
     [

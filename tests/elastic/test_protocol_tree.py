@@ -58,6 +58,7 @@ def test_a_death_with_the_sum_in_any_upper_part_of_the_tree(grid: Grid):
     assert seen == holders_at_deaths(len(grid.ranks))
 
 
+@pytest.mark.sample(1, rest=2)
 @pytest.mark.parametrize(
     ("grid", "num_iterations", "faults"),
     [

@@ -16,7 +16,7 @@ AT_ONCE = 6
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=2)
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "process", "host"),
@@ -50,6 +50,7 @@ def test_signals_to_relays(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=0)
 @pytest.mark.slow
 def test_signals_under_torchrun_with_relays(tmp_path):
     """One of each process, in one phase or another: each process imports torch."""

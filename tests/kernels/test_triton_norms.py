@@ -18,7 +18,7 @@ def problem(kind, dtype, num_rows, width):
 
 
 # One block of rows, blocks of which the last is smaller; widths that fill a block and others.
-@pytest.mark.each_value(rest=8)
+@pytest.mark.each_value(rest=4)
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("num_rows, width", [(3, 64), (70, 48), (33, 257), (2100, 24)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

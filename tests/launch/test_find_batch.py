@@ -155,6 +155,7 @@ def search_above_one(out, settings, *, spare_mib):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=0)
 def test_stages_of_unequal_memory(tmp_path):
     """Layers are shared unevenly: the stage with five of the six limits the search, and the answer trains."""
     settings = [*TINY, "parallel.pp_size=2", "model.num_hidden_layers=6", "parallel.layers_per_stage=[1,5]"]

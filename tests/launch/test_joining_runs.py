@@ -60,6 +60,7 @@ def test_a_worker_joins_from_another_shell(config_file, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize(
     ("other", "reason"),
     [

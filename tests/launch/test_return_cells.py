@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory, text) -> Callable[[int], list[float]]:
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=4)
+@pytest.mark.sample(0, rest=3)
 @pytest.mark.parametrize("cell", return_cells(), ids=lambda cell: cell.name)
 def test_return_cells(cell: ReturnCell, tmp_path, text, undisturbed):
     if cell.launcher == "deepspeed" and not (BIN / "deepspeed").exists():

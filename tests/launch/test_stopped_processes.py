@@ -22,6 +22,7 @@ def pid_of(stub, name):
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize("name", ["stub", "guardian", "coordinator"])
 def test_a_moment_changes_nothing(config_file, tmp_path, undisturbed, name):
     process = start("--config", config_file, *UNDISTURBED, f"elastic.control_timeout_s={PATIENCE_S}")

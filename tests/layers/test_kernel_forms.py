@@ -57,7 +57,7 @@ def test_one_rank(family, policy, recompute):
 
 
 @pytest.mark.full
-@pytest.mark.each_value(rest=8)
+@pytest.mark.each_value(rest=4)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("policy", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,6 +73,7 @@ def assert_forms_agree(family, policy, recompute):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputation_changes_no_bit(family, recompute):
@@ -83,6 +84,7 @@ def test_recomputation_changes_no_bit(family, recompute):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks are threads of one process on the CPU")
 @pytest.mark.full
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks(family, sequence_parallel):

@@ -69,7 +69,7 @@ def test_two_hosts_are_cut_apart(start, tmp_path, undisturbed, has_witness):
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=2)
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("num_hosts, has_witness, expected", [(2, True, 0), (2, False, 4), (3, False, 0)])
 def test_all_processes_of_the_coordinators_host_are_killed(
     start, tmp_path, undisturbed, num_hosts, has_witness, expected
@@ -116,6 +116,7 @@ def test_two_hosts_reach_the_coordinator_but_not_each_other(start, undisturbed, 
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_hosts_that_never_reach_each_other_are_named(start, launcher):
     """As behind a firewall: the run ends instead of training on a part of its hosts. All reach torchrun's store."""
@@ -157,6 +158,7 @@ def test_no_side_has_a_quorum(start):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("host", [1, 3])
 def test_a_host_that_was_frozen_ends_itself(start, undisturbed, host):
     """Host 1 is the coordinator's: frozen, it keeps the run folder's lock, and what it would write at its end."""

@@ -64,7 +64,7 @@ def test_any_layout_to_any_other(tmp_path, seed):
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=20)
+@pytest.mark.sample(0, rest=10)
 @pytest.mark.parametrize("seed", range(NUM_PAIRS, MANY_PAIRS))
 def test_many_more_pairs(tmp_path, seed):
     round_trip(tmp_path, seed)

@@ -60,7 +60,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.sample(9, rest=24)
+@pytest.mark.sample(9, rest=18)
 @pytest.mark.parametrize(
     "layout, precision, tied",
     CELLS,

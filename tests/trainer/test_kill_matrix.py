@@ -13,13 +13,13 @@ from tests.support.thread_kills import assert_same_run, check_cell, run, undistu
 from tests.support.tiny_runs import make_config
 
 
-@pytest.mark.each_value(rest=40)
+@pytest.mark.each_value(rest=20)
 @pytest.mark.parametrize("cell", list(base_cells()), ids=lambda cell: cell.name)
 def test_one_death(cell: KillCell):
     check_cell(cell)
 
 
-@pytest.mark.each_value(rest=40)
+@pytest.mark.each_value(rest=20)
 @pytest.mark.parametrize("cell", list(base_cells()), ids=lambda cell: cell.name)
 def test_one_death_where_backups_reduce_their_ranges_themselves(cell: KillCell, monkeypatch):
     """As in memory that ranks share: against the run in which owners send them."""

@@ -9,7 +9,7 @@ from tests.support.kill_layouts import config_of
 from tests.support.thread_kills import check_cell, run, undisturbed
 
 
-@pytest.mark.each_value(rest=36)
+@pytest.mark.each_value(rest=18)
 @pytest.mark.parametrize("cell", list(variant_cells()), ids=lambda cell: cell.name)
 def test_one_death(cell: KillCell):
     check_cell(cell)

@@ -14,7 +14,7 @@ from tests.support.kill_cells import (
 from tests.support.thread_kills import check_cell
 
 
-@pytest.mark.sample(4, rest=30)
+@pytest.mark.sample(4, rest=18)
 @pytest.mark.parametrize("cell", list(recovery_cells()), ids=lambda cell: cell.name)
 def test_a_second_death(cell: KillCell):
     check_cell(cell)

@@ -62,7 +62,7 @@ def block_result(monkeypatch):
 # --- entries that a rank lacks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(2, rest=8)
 @pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4"])
 @pytest.mark.parametrize("who", ["one", "its group", "all but the dead"])
 @pytest.mark.parametrize("phase", ["update", "all_gather"])

@@ -27,7 +27,7 @@ def test_random_deaths_do_not_all_end_alike():
     assert {frozenset({True}), frozenset({False})} <= kinds
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(2, rest=3)
 @pytest.mark.parametrize("cell", list(schedule_pair_cells()), ids=lambda cell: cell.name)
 def test_deaths_at_two_stages_under_every_schedule(cell: KillCell):
     done = check_cell(cell)
@@ -35,13 +35,13 @@ def test_deaths_at_two_stages_under_every_schedule(cell: KillCell):
     assert all(0 <= record["bubble"] < 1 for record in done.steps.values() if "bubble" in record)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, rest=1)
 @pytest.mark.parametrize("cell", list(precision_series_cells()), ids=lambda cell: cell.name)
 def test_four_deaths_in_another_precision(cell: KillCell):
     assert not check_cell(cell).abort_reason
 
 
-@pytest.mark.sample(1, rest=5)
+@pytest.mark.sample(1, rest=3)
 @pytest.mark.parametrize("cell", list(down_to_one_cells()), ids=lambda cell: cell.name)
 def test_down_to_one_replica_of_each_stage(cell: KillCell):
     done = check_cell(cell)
