@@ -77,6 +77,7 @@ def test_no_token_is_in_both_parts_of_a_text() -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("mode", ["redo", "drop"])
 def test_the_training_loop_survives_a_loss(tmp_path: Path, mode: str) -> None:
     text = tmp_path / "text.txt"

@@ -26,6 +26,7 @@ KILL = [
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("faults, exchange", [(TERM, "auto"), (KILL, "gloo")], ids=["drain", "kill"])
 def test_the_ranks_of_an_undamaged_stage_keep_their_connections(config_file, tmp_path, faults, exchange):
     """Rank 4 is lost while stage 0's three ranks are between the same two collectives."""

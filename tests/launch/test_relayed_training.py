@@ -100,6 +100,7 @@ def direct(config_file, tmp_path):
     return losses_after(stubs, run, codes=[0, 0, 0, 0])
 
 
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize(
     ("victim", "lost"), [pytest.param("worker", {3}, id="worker"), pytest.param("relay", {1, 3}, id="relay")]
 )
