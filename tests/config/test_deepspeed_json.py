@@ -77,6 +77,29 @@ def test_a_whole_file(own: Path):
     assert notice.endswith(f"no effect here: {', '.join(hints)}")
 
 
+def test_trackers(own: Path):
+    on = {"wandb": {"enabled": True, "project": "mine"}, "tensorboard": {"enabled": True, "output_path": ""}}
+    config, notices = mapped(own, on)
+    assert (config.monitor.trackers, config.monitor.tracker_project, notices) == (["wandb"], "mine", [])
+    assert config.monitor.tensorboard
+
+
+@pytest.mark.parametrize(
+    ("block", "field", "fix"),
+    [
+        ({"wandb": {"enabled": True, "team": "us"}}, "wandb.team", "WANDB_ENTITY"),
+        ({"wandb": {"enabled": True, "group": "g"}}, "wandb.group", "WANDB_RUN_GROUP"),
+        ({"wandb": {"enabled": True, "projekt": "p"}}, "wandb.projekt", "Remove it"),
+        ({"tensorboard": {"enabled": True, "output_path": "logs/"}}, "tensorboard.output_path", "run.directory"),
+        ({"tensorboard": {"enabled": True, "every": 5}}, "tensorboard.every", "Remove it"),
+    ],
+)
+def test_what_trackers_have_no_counterpart_of_is_refused(own: Path, block: dict[str, Any], field: str, fix: str):
+    with pytest.raises(ConfigError, match=field.replace(".", r"\.")) as caught:
+        mapped(own, block)
+    assert fix in str(caught.value)
+
+
 def test_the_command_lines_overrides_win(own: Path):
     config, _ = mapped(own, COMPLETE, "optimizer.learning_rate=0.5", "precision.policy=fp32")
     assert (config.optimizer.learning_rate, config.precision.policy) == (0.5, "fp32")
