@@ -166,7 +166,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         added.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help=size)
     from_hf = command("from-hf", "Convert a Hugging Face folder to a weights-only checkpoint.")
     from_hf.add_argument(
-        "source", type=Path, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
+        "source", type=source, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
     )
     from_hf.add_argument("target", type=Path, metavar="CHECKPOINT", help="the new checkpoint")
     for added in (to_hf, plain, from_hf):
@@ -223,6 +223,7 @@ def add_track(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--project", default="parallel3d", help="the tracker's project or experiment")
     parser.add_argument("--name", help="of the run there (default: the folder's)")
     parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)  # set for a run that is starting
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)  # only whether the tracker is there
 
 
 def add_upload(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,8 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # in this process alone: mlflow-skinny has no database
     try:
         make = find_tracker(options.to)
+        if options.check:
+            return 0
         if not (options.since or (options.folder / METRICS).exists()):
             raise UserError(f"{options.folder} is not a run folder: it has no {METRICS}")
     except UserError as error:

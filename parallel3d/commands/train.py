@@ -51,8 +51,7 @@ from parallel3d.monitor.page_writer import PageWriter
 from parallel3d.monitor.run_folder import ENVIRONMENT, LOGS, PAGE, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
-from parallel3d.monitor.tracker_processes import TrackerProcesses
-from parallel3d.monitor.trackers import TRACKERS, find_tracker
+from parallel3d.monitor.tracker_processes import TrackerProcesses, check_tracker
 from parallel3d.remote_files import redacted
 from parallel3d.report_page.page_file import write_page_of
 from parallel3d.trainer.plans import build_grid, build_target
@@ -139,8 +138,8 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         check_tensorboard()
     is_first = env is None or (env.rank == 0 and not env.joins)
     trackers = config.monitor.trackers if is_first else []
-    for tracker in TRACKERS.keys() & set(trackers):
-        find_tracker(tracker)
+    for tracker in trackers:
+        check_tracker(tracker)
     project, directory = config.monitor.tracker_project, Path(str(config.run.directory))
     evaluated = evaluations(config) if is_first else nullcontext()
     page = updated_page(config) if is_first else nullcontext()

@@ -11,9 +11,25 @@ from types import TracebackType
 from typing import Self
 
 from parallel3d.child_process import command_line
+from parallel3d.errors import UserError
+from parallel3d.monitor.trackers import TRACKERS, find_tracker
 
 END_WAIT_S = 60.0
 """Longest wait for trackers to send the rest, once the run has ended."""
+
+
+def check_tracker(name: str) -> None:
+    """Raises UserError for a tracker that can't be used. Code of the user's is loaded by a process of its own: this one
+    will fork."""
+    if name in TRACKERS:
+        find_tracker(name)
+        return
+    command = command_line("track", ".", "--check", "--to", name)
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        why = done.stderr.strip() or f"can't be loaded (exit code {done.returncode})"
+        raise UserError(f"monitor.trackers: {name}: {why}" if name not in why else why)
 
 
 class TrackerProcesses:

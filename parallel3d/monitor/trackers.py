@@ -6,6 +6,7 @@ So a client may block, start threads or crash without the run noticing.
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from uuid import uuid4
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.monitor.run_folder import TENSORBOARD
 from parallel3d.monitor.tensorboard import TensorBoardFile
-from parallel3d.user_code import load_object
+from parallel3d.user_code import FIX, load_object, names_object
+
+FIELD, GROUP = "monitor.trackers", "parallel3d.trackers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +166,15 @@ def find_tracker(name: str) -> MakeTracker:
     Raises ConfigError, also where the package is not installed.
     """
     if name not in TRACKERS:
-        return load_object(name, field="monitor.trackers", group="parallel3d.trackers")
+        if not names_object(name, GROUP):
+            near = difflib.get_close_matches(name, TRACKERS, n=1)
+            fix = f"Did you mean {near[0]}? " if near else f"Use one of {', '.join(TRACKERS)}. "
+            raise ConfigError([Problem(field=FIELD, value=name, rule="is not a tracker", fix=fix + FIX)])
+        return load_object(name, field=FIELD, group=GROUP)
     package, make = TRACKERS[name]
     if find_spec(package) is None:
         rule, fix = f"needs the package {package}, which is not installed", f"Install it (pip install {package})"
-        raise ConfigError([Problem(field="monitor.trackers", value=name, rule=rule, fix=fix)])
+        raise ConfigError([Problem(field=FIELD, value=name, rule=rule, fix=fix)])
     return make
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from parallel3d.__main__ import main
 from parallel3d.commands import track
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, UserError
 from parallel3d.monitor.run_folder import SUMMARY, RunFolder
 from parallel3d.monitor.tracker_ids import read_run_id, write_run_id
-from parallel3d.monitor.tracker_processes import TrackerProcesses
+from parallel3d.monitor.tracker_processes import TrackerProcesses, check_tracker
 from parallel3d.monitor.trackers import find_tracker
 from tests.monitor.test_tensorboard import read as read_events
 from tests.support.wandb_file import history_of, read_records, record_of
@@ -150,10 +152,27 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("parallel3d.monitor.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         find_tracker("wandb")
-    with pytest.raises(ConfigError, match="'no-such' names no object"):
+    with pytest.raises(ConfigError, match="'no-such': is not a tracker. Use one of wandb, mlflow"):
         find_tracker("no-such")
+    with pytest.raises(ConfigError, match="Did you mean wandb?"):
+        find_tracker("wanbd")
     assert track.main([str(tmp_path), "--to", f"{__file__}:notes"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_does_not_start_with_a_tracker_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    check_tracker("tensorboard")
+    check_tracker(f"{tmp_path / 'mine.py'}:Mine")
+    broken = f"{tmp_path / 'broken.py'}:X"
+    for name, said in (("wanbd", "Did you mean wandb"), (broken, "broken.py, line 1.*ZeroDivision")):
+        with pytest.raises(UserError, match=said):
+            check_tracker(name)
+        command = ["train", "--config", "quickstart", f"monitor.trackers={json.dumps([name])}"]
+        assert main([*command, f"run.directory={tmp_path / 'run'}"]) == 2
+        assert re.search(said, capsys.readouterr().err) and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- the real clients, offline ----------------------------------------------------------------------------------------
