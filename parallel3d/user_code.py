@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
-from inspect import getfile, unwrap
+from inspect import getfile, signature, unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,6 +118,20 @@ def errors_named(what: str) -> Iterator[None]:
         if is_torchs or not is_raised_by_the_user(error):
             raise  # such as what ends a recomputation early
         raise UserCodeError(f"{what}: {explain(error)}") from error
+
+
+def check_call(function: Any, *arguments: Any, what: str) -> None:
+    """Raises UserCodeError if the user's object can't be called with these positional arguments."""
+    try:
+        form = signature(function)
+    except (TypeError, ValueError):  # of a C extension, say: the call will tell
+        return
+    try:
+        form.bind(*arguments)
+    except TypeError as error:
+        given = f"{len(arguments)} argument{'' if len(arguments) == 1 else 's'}" if arguments else "no arguments"
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UserCodeError(f"{what}: it is called with {given}, and {name}{form} takes others ({error})") from error
 
 
 def _is_the_users(file: str) -> bool:

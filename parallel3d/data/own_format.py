@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from parallel3d.data.formats import ConversationLines
 from parallel3d.data.sources import OWN_FORMAT, OWN_SOURCE, load_source
 from parallel3d.errors import DataError
-from parallel3d.user_code import errors_named, file_of_object, load_object
+from parallel3d.user_code import check_call, errors_named, file_of_object, load_object
 
 GROUP = "parallel3d.formats"
 """Entry points of installed packages."""
@@ -39,8 +39,8 @@ def extract_own(
     name = kind.removeprefix(OWN_SOURCE if is_source else OWN_FORMAT)
     field, where, place = ("data.sources", "", "") if is_source else ("data.formats", f", on {path}", f"{path}, ")
     with errors_named(f"{field} {name}{where}"):
-        given = load_source(name) if is_source else load_reader(kind)(path)
-        documents = given() if is_source and callable(given) else given
+        given = load_source(name) if is_source else _call(load_reader(kind), path, what=f"{field} {name}")
+        documents = _call(given, what=f"{field} {name}") if is_source and callable(given) else given
         is_list = hasattr(documents, "__len__") and hasattr(documents, "__getitem__")
         if isinstance(documents, str | bytes) or not (isinstance(documents, Iterable) or is_list):
             verb = "is" if documents is given and is_source else "returned"
@@ -53,6 +53,11 @@ def extract_own(
             if data:
                 yield position, len(data)
             position += len(data)
+
+
+def _call(function: Any, *arguments: Any, what: str) -> Any:
+    check_call(function, *arguments, what=what)
+    return function(*arguments)
 
 
 def _encode(document: object, layout: ConversationLines | None, where: str) -> bytes:

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.user_code import errors_named, load_object
+from parallel3d.user_code import check_call, errors_named, load_object
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class Whole:
 Sharding = Column | Row | Partial | Divided | Whole
 
 
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a parameter keeps its hooks."""
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """The parts of a decoder. Each is a function that makes a torch.nn.Module, called where the part is needed.
@@ -83,6 +87,7 @@ def load_parts(model: ModelConfig) -> ModelParts:
     """The parts that `model.module` makes. Raises UserError."""
     assert model.module is not None
     function = load_object(model.module, field="model.module")
+    check_call(function, model, what=f"model.module {model.module}")
     with user_code(model.module):
         parts = function(model)
     if not isinstance(parts, ModelParts):
@@ -115,4 +120,9 @@ def as_module(made: Any, what: str) -> nn.Module:
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad:
                 raise UserError(f"{where}.{name} is a frozen parameter: make it a buffer (register_buffer)")
+            if any(getattr(parameter, hooks, None) for hooks in HOOKS):
+                raise UserError(
+                    f"{where}.{name} has a hook, which would be lost: other tensors are trained in its place. Hook the"
+                    " output of the module instead, in its forward"
+                )
     return made

@@ -75,6 +75,28 @@ def test_an_error_in_the_users_file_is_one_message(tiny: Json, tmp_path: Path) -
     assert "Traceback" not in str(caught.value)
 
 
+def test_an_error_in_the_users_backward_pass_names_its_line(tiny: Json, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch, parallel3d\n"
+        "class Twice(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        return 2 * x\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, grad):\n"
+        "        return grad.no_such_method()\n"
+        "class Block(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return Twice.apply(x)\n"
+        "def build(model):\n"
+        "    return parallel3d.ModelParts(block=lambda index: Block())\n"
+    )
+    tiny["model"]["module"] = f"{tmp_path / 'mine.py'}:build"
+    expected = r"model.module .*mine.py, line 8, in backward \(return grad.no_such_method\(\)\): AttributeError"
+    with pytest.raises(UserError, match=expected):
+        parallel3d.train(tiny, quiet=True)
+
+
 def test_a_rule_and_a_schedule_of_ones_own(tiny: Json, tmp_path: Path) -> None:
     """As classes in the dict, which workers of two stages import by name; then with an error."""
     tiny["parallel"] = {"pp_size": 2, "schedule": eager_1f1b.EagerOneFOneB}
