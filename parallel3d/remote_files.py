@@ -6,12 +6,13 @@ its user nor its query.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from parallel3d.errors import DataError, UserError, shorten
+from parallel3d.errors import DataError, UserError
 from parallel3d.parallel.abort import AbortToken
 
 PACKAGES = {
@@ -32,7 +33,13 @@ CHUNK_BYTES = 2**22
 
 Log = Callable[[str], None]
 
-_WORD = re.compile(r"[\w+/=-]{16,}")
+
+class TransferError(ConnectionError):
+    """A file has not arrived as it is; the text is ours."""
+
+
+_CODE = re.compile("[A-Za-z]{3,40}|[0-9]{3}")
+"""What stores call their errors: NoSuchBucket, 503. No key or token has only letters."""
 
 
 def is_remote(source: str) -> bool:
@@ -85,15 +92,21 @@ def attempt(
 
 
 def problem_of(error: BaseException) -> str:
-    """The kind of an error, and its text unless that quotes an address, which may hold credentials. Words that look
-    like a key are left out of it."""
-    text, kind = " ".join(str(error).split()), type(error).__name__
-    if (status := getattr(error, "status", None)) is not None:
+    """The kinds of an error and of its cause, with the store's status or code, or the system's message.
+
+    Nothing of a driver's own text: it may quote an address with a signature, a key or a token.
+    """
+    cause = error.__cause__ or error.__context__
+    return _kind_of(error) + (f", by {_kind_of(cause)}" if isinstance(cause, Exception) else "")
+
+
+def _kind_of(error: BaseException) -> str:
+    if isinstance(error, TransferError):
+        return f"ConnectionError ({error})"
+    kind, system = type(error).__name__, getattr(error, "errno", None)
+    answer = getattr(error, "response", None)  # of botocore: what the store has answered
+    code = answer["Error"].get("Code") if isinstance(answer, dict) and isinstance(answer.get("Error"), dict) else None
+    status = getattr(error, "status", None) or getattr(error, "code", None) or code
+    if isinstance(status, int) or (isinstance(status, str) and _CODE.fullmatch(status)):
         return f"{kind} {status}"
-    text = _WORD.sub(lambda word: "***" if _is_like_a_key(word[0]) else word[0], text)
-    return kind + (f" ({shorten(text)})" if text and "://" not in text and "@" not in text else "")
-
-
-def _is_like_a_key(word: str) -> bool:
-    """Whether it has digits and capital letters, as access keys and tokens do, and paths and numbers rarely."""
-    return any(each.isdigit() for each in word) and any(each.isupper() for each in word)
+    return f"{kind} ({os.strerror(system)})" if isinstance(system, int) else kind

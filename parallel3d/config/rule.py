@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from parallel3d.errors import Problem
 
@@ -101,11 +102,17 @@ def required(field: str, meaning: str) -> Problem:
     return Problem(field=field, value=None, rule="is required here", fix=f"Add it: {meaning}")
 
 
+PLAIN_QUERY = frozenset({"download", "raw", "ref", "rev", "revision", "version", "versionId", "alt", "dl", "file"})
+"""Parts of an address's query that are no secret."""
+
+
 def without_credentials(field: str, address: str, *, query: bool = True) -> Iterator[Problem]:
-    """Addresses are kept in files of the run, where a password doesn't belong, nor a query (unless allowed) that may
-    be a signature."""
-    if not query and "?" in address:
-        rule_text, fix = "must not have a query: it would be kept in config.json", "Remove it"
+    """Addresses are kept in files of the run, where a password doesn't belong, nor a query that may be a signature;
+    `query`: one that is no secret is allowed."""
+    names = set(parse_qs(urlsplit(address).query, keep_blank_values=True))
+    if "?" in address and not (query and names <= PLAIN_QUERY):
+        rule_text = "must not have a query: it would be kept in config.json, signature and all"
+        fix = "Remove it: give the driver credentials in its environment, or download the file first"
         yield Problem(field=field, value=address.partition("://")[0] + "://...", rule=rule_text, fix=fix)
     if "@" in address.partition("://")[2].partition("/")[0]:
         rule_text = "must not have a user or password: it would be kept in config.json"

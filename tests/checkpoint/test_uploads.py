@@ -1,5 +1,6 @@
 """Checkpoints to and from a remote store: killed between any two operations, what is listed as complete is complete."""
 
+import errno
 import os
 import shutil
 import zlib
@@ -132,10 +133,32 @@ def test_three_retries_are_seen_and_no_credentials(tmp_path, address):
     assert send(tmp_path, address)[0][-1]["step"] == 2
 
 
-def test_words_like_keys_are_left_out():
-    assert remote_files.problem_of(OSError(f"The key {SECRET} is unknown")) == "OSError (The key *** is unknown)"
-    text = "No space left on device: /mnt/runs/step-00000300-1a2b3c4d"
-    assert remote_files.problem_of(OSError(text)) == f"OSError ({text})"
+class StoreError(Exception):
+    def __init__(self, code: object):
+        super().__init__(f"An error occurred: {SECRET}")
+        self.response = {"Error": {"Code": code, "Message": SECRET}}
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [SECRET, "hf_abcdefghijklmnop", "password=0123456789", "sig=abc%2Fdef", "Bearer ya29.a0af-short", "s3://me:pw@host"],
+)
+def test_nothing_of_a_drivers_own_text_is_said(secret):
+    assert remote_files.problem_of(OSError(f"token {secret} was refused")) == "OSError"
+    assert remote_files.problem_of(StoreError(secret)) == "StoreError"
+    try:
+        try:
+            raise ConnectionResetError(errno.ECONNRESET, secret)
+        except OSError as cause:
+            raise ValueError(secret) from cause
+    except ValueError as error:
+        expected = "ValueError, by ConnectionResetError (Connection reset by peer)"
+        assert remote_files.problem_of(error) == expected
+
+
+def test_what_a_store_or_the_system_says_is_said():
+    assert remote_files.problem_of(StoreError("NoSuchBucket")) == "StoreError NoSuchBucket"
+    assert remote_files.problem_of(OSError(errno.ENOSPC, "of a driver")) == "OSError (No space left on device)"
 
 
 def test_an_upload_goes_on_with_the_files_that_are_missing(tmp_path, address):

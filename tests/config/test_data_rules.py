@@ -54,6 +54,8 @@ EVEN = {"web": 0.5, "code": 0.5}
         ("data.blend=5", "data.blend", "must be a section"),
         ('data.slice={"min_tokens": -2}', "data.slice.min_tokens", "greater than or equal to -1"),
         ("data.slice={}", "data.slice", "a part of one file"),
+        ('data.sources=["https://store/a.txt?X-Amz-Signature=f00"]', "data.sources.0", "must not have a query"),
+        ('data.tokenizer.path="https://store/t?sig=f00&download=true"', "data.tokenizer.path", "must not have a query"),
         ("data.test_fraction=0.995", "data.test_fraction", "leaves nothing to train on"),
         ("data.test_fraction=10", "data.test_fraction", "less than 1"),
     ],
@@ -62,6 +64,10 @@ def test_each_mistake_has_one_message(tiny: Path, override: str, field: str, rul
     (problem,) = problems(tiny, override).values()
     assert problem.field == field and rule in problem.rule, problem
     assert problem.fix
+
+
+def test_a_query_that_is_no_secret_is_allowed(tiny: Path):
+    load_config(tiny, ['data.sources=["https://hub/a.txt?download=true"]'])
 
 
 def test_a_sum_that_is_not_one_says_what_else_there_is(tiny: Path):
