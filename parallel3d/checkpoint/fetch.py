@@ -18,10 +18,14 @@ from parallel3d.checkpoint.index import Index
 from parallel3d.checkpoint.remote_directory import RemoteCheckpoint, RemoteDamage, RemoteDirectory, remote_name, step_of
 from parallel3d.checkpoint.store_process import Stalled, run_watched, say
 from parallel3d.data.cache import build_once
+from parallel3d.data.remote import fetch, local_path
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.remote_files import is_remote, redacted
 
+CONFIG = "config.json"
+HUGGING_FACE = (".json", ".safetensors", ".model", ".txt", ".jinja")
+"""Ends of the names that are fetched of a Hugging Face folder: neither pickled weights nor other copies of them."""
 FETCHED = "fetched"
 """Folder of fetched checkpoints below data.cache_directory, or in the run's checkpoint directory."""
 
@@ -76,7 +80,8 @@ def fetch_newest(
 def local_checkpoint(source: str | Path, cache_directory: str | Path) -> Path:
     """Where a checkpoint can be read: a local path as it is, an address once it has been fetched into the cache.
 
-    An address is that of a checkpoint or of a target of uploads, whose newest is taken. A process of its own fetches.
+    An address is that of a checkpoint, of a target of uploads, whose newest is taken, or of a Hugging Face folder. A
+    process of its own fetches.
     Raises CheckpointError.
     """
     if not is_remote(str(source)):
@@ -84,12 +89,15 @@ def local_checkpoint(source: str | Path, cache_directory: str | Path) -> Path:
     cache = Path(cache_directory).expanduser()
     if (known := _known_copy(str(source), cache)) is not None:
         return known
+    if ((copy := Path(local_path(str(source), cache))) / CONFIG).is_file():  # of a Hugging Face folder
+        return copy
     fetched = _run_fetch(str(source), ["--cache", str(cache)])
     return _found(fetched.path, fetched.skipped, str(source))
 
 
 def fetch_into_cache(remote: RemoteDirectory, source: str, cache: Path, on_start: OnStart = _quiet) -> Fetched:
-    """The copy of the newest complete checkpoint in the cache, where one process of a host makes it.
+    """The copy of the newest complete checkpoint in the cache, or of a Hugging Face folder, where one process of a host
+    makes it.
 
     Raises CheckpointError, and DataError if the cache can't be written.
     """
@@ -106,7 +114,22 @@ def fetch_into_cache(remote: RemoteDirectory, source: str, cache: Path, on_start
             skipped.append(str(error))
             continue
         return Fetched(path=CheckpointDirectory(place / name).path_of(index.step), skipped=tuple(skipped))
+    if not skipped and CONFIG in remote.names():
+        fetch([source], cache, _CheckedToken(remote.check), say, suffixes=HUGGING_FACE)
+        return Fetched(path=Path(local_path(source, cache)), skipped=())
     return Fetched(path=None, skipped=tuple(skipped))
+
+
+class _CheckedToken(AbortToken):
+    """Shows that a fetch goes on."""
+
+    def __init__(self, check: Callable[[], None]):
+        super().__init__()
+        self._on_check = check
+
+    def check(self) -> None:
+        super().check()
+        self._on_check()
 
 
 def _known_copy(source: str, cache: Path) -> Path | None:

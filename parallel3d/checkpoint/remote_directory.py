@@ -24,7 +24,16 @@ from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import INDEX, Index, IndexedFile, decode_index
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.remote_files import CHUNK_BYTES, PACKAGES, Log, attempt, open_store, problem_of, redacted
+from parallel3d.remote_files import (
+    CHUNK_BYTES,
+    PACKAGES,
+    Log,
+    TransferError,
+    attempt,
+    open_store,
+    problem_of,
+    redacted,
+)
 
 PREVIOUS = "index.previous.json"
 PROBE = ".parallel3d-probe"
@@ -94,7 +103,7 @@ class RemoteDirectory:
         self._fs, path = open_store(address, kind=CheckpointError)
         self._path = str(path).rstrip("/")
         self._token = token or AbortToken()
-        self._log, self._check, self._on_bytes = log, check, on_bytes
+        self._log, self.check, self._on_bytes = log, check, on_bytes
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -110,6 +119,10 @@ class RemoteDirectory:
         found = [RemoteCheckpoint(name=name, sizes=files) for name, files in sizes.items()]
         kept = [folder for folder in found if folder.name or folder.is_listed]
         return sorted(kept, key=lambda folder: (folder.step, folder.name))
+
+    def names(self) -> set[str]:
+        """The names of the files at the address itself."""
+        return {path for path in self._try(self._find, self.name) if "/" not in path}
 
     def complete(self) -> list[tuple[RemoteCheckpoint, Index]]:
         """The complete checkpoints, by step. Reads all their indexes."""
@@ -139,12 +152,12 @@ class RemoteDirectory:
         index = decode_index(data, self._at_name(folder, INDEX))
         disk, target = checkpoint_dir.disk, checkpoint_dir.path_of(index.step)
         is_here = (target / INDEX).is_file() and (target / INDEX).read_bytes() == data
-        if is_here and all(_is_same(target / file.name, file, self._check) for file in index.files):
+        if is_here and all(_is_same(target / file.name, file, self.check) for file in index.files):
             return target
         unfinished = checkpoint_dir.directory / f"{target.name}.fetch.partial"
         disk.make_folder(unfinished)
         for file in index.files:
-            if not _is_same(unfinished / file.name, file, self._check):
+            if not _is_same(unfinished / file.name, file, self.check):
                 act = partial(self._fetch_file, folder, file, unfinished, checkpoint_dir)
                 self._try(act, self._at_name(folder, file.name))
         disk.write_file(unfinished / INDEX, data)
@@ -168,7 +181,7 @@ class RemoteDirectory:
                 num_bytes += len(chunk)
             disk.sync(copy)
         if num_bytes != file.size:
-            raise ConnectionError(f"{num_bytes:,} of {file.size:,} bytes arrived")
+            raise TransferError(f"{num_bytes:,} of {file.size:,} bytes arrived")
         if checksum.text() != file.crc32:
             name = self._at_name(folder, file.name)
             raise RemoteDamage(f"{name} is damaged: its checksum is not that of what was saved")
@@ -198,7 +211,7 @@ class RemoteDirectory:
         self._try(partial(self._make_folder, name), self._at_name(folder))
         for file in index.files:
             if sizes.get(file.name, -1) == file.size:
-                if not _is_same(source / file.name, file, self._check):
+                if not _is_same(source / file.name, file, self.check):
                     raise CheckpointError(f"{source / file.name} is damaged: it can't be uploaded")
             else:
                 self._try(partial(self._send_file, source, folder, file), self._at_name(folder, file.name))
@@ -277,7 +290,7 @@ class RemoteDirectory:
 
     def _tick(self, num_bytes: int) -> None:
         self._token.check()
-        self._check()
+        self.check()
         self._on_bytes(num_bytes)
 
 

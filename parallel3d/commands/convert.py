@@ -86,7 +86,8 @@ def checkpoint_of(source: Path | str) -> Path:
 
 
 def run_import(options: argparse.Namespace) -> Iterator[str]:
-    yield from import_folder(options.source, options.target, weight_format=FORMATS[options.dtype])
+    folder = local_checkpoint(options.source, CACHE_DIRECTORY)
+    yield from import_folder(folder, options.target, weight_format=FORMATS[options.dtype])
     yield "the model, for a configuration that starts from it (run.initialize_from):"
     yield from show_model(options)
 

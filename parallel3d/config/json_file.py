@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from parallel3d.config.shipped import SCHEMA, shipped_configs
 from parallel3d.errors import ConfigError, Problem, shorten
 
+_ADDRESS = re.compile(r"([a-z][a-z0-9+]+):/+(.+)")
 MAX_DEPTH = 32
 """Nested lists and objects in a value; the configuration itself nests 7."""
 
@@ -20,7 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
     except OSError as error:
-        fix = (path.is_dir() and _file_of_folder(path)) or _similar_name(path)
+        fix = _file_of_folder(path) if path.is_dir() else _file_of_address(path) or _similar_name(path)
         raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
     except json.JSONDecodeError as error:
         if error.pos == len(error.doc) == 0:
@@ -47,14 +49,22 @@ def _similar_name(path: Path) -> str:
 
 
 def _file_of_folder(folder: Path) -> str:
-    """What to give in place of a run's folder or Hugging Face's; empty for other folders."""
+    """What to give in place of a run's folder, of Hugging Face's, or of another one."""
     file = folder / "config.json"
     if (fields := _fields_of(file)) is None:
-        return ""
+        return "It is a folder without a config.json: give the path of a JSON file"
     if "model_type" in fields:
         made = f"{folder.name or 'my_run'}.json"
         return f"It is a Hugging Face folder: parallel3d convert config {folder} > {made} makes a configuration for it"
     return f"Did you mean {file}?"
+
+
+def _file_of_address(path: Path) -> str:
+    """What to give in place of an address; empty for a path. A path has lost one of the address's slashes."""
+    if (found := _ADDRESS.match(str(path))) is None:
+        return ""
+    address = f"{found[1]}://{'/' * (found[1] == 'file')}{found[2]}"
+    return f"It is an address: parallel3d convert config {address} > my_run.json makes a configuration for its model"
 
 
 def is_hugging_face(folder: Path) -> bool:

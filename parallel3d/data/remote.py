@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from parallel3d.data.cache import build_once
 from parallel3d.errors import DataError, shorten
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.remote_files import CHUNK_BYTES, Log, attempt, is_remote, open_store, redacted
+from parallel3d.remote_files import CHUNK_BYTES, Log, TransferError, attempt, is_remote, open_store, redacted
 
 MANIFEST = "fetched.json"
 VERSION_FIELDS = ("ETag", "etag", "md5", "checksum", "last_modified", "LastModified", "mtime", "created")
@@ -34,22 +34,27 @@ def local_path(source: str, cache_directory: Path) -> str:
     return str(_folder_of(source, cache_directory) / "files")
 
 
-def fetch(sources: Sequence[str], cache_directory: Path, token: AbortToken, log: Log) -> None:
-    """Copies the remote ones of `sources` unless that has been done. Raises DataError with the source and the reason,
-    GenerationEnded once the token is aborted."""
+def fetch(
+    sources: Sequence[str], cache_directory: Path, token: AbortToken, log: Log, suffixes: tuple[str, ...] = ()
+) -> None:
+    """Copies the remote ones of `sources` unless that has been done; with `suffixes` of a folder itself only the files
+    whose names end so. Raises DataError with the source and the reason, GenerationEnded once the token is aborted."""
     for source in filter(is_remote, sources):
-        build_once(_folder_of(source, cache_directory), partial(_copy, source, token, log), token, log)
+        copy = partial(_copy, source, suffixes, token, log)
+        build_once(_folder_of(source, cache_directory), copy, token, log)
 
 
 def _folder_of(source: str, cache_directory: Path) -> Path:
     return cache_directory.expanduser() / "remote" / hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def _copy(source: str, token: AbortToken, log: Log, folder: Path) -> None:
+def _copy(source: str, suffixes: tuple[str, ...], token: AbortToken, log: Log, folder: Path) -> None:
     """Fills `folder` with the files of a source."""
     name = redacted(source)
     fs, path = open_store(source)
     found, root = attempt(partial(_files, fs, path), name, token, log)
+    if suffixes:
+        found = {each: size for each, size in found.items() if _is_wanted(name_of(each, root), suffixes)}
     if not found:
         raise DataError(f"{name}: no such file or folder, or an empty one")
     total = sum(size or 0 for size in found.values())
@@ -85,6 +90,10 @@ def _files(fs: Any, path: str) -> tuple[dict[str, int | None], str]:
     return {each: info.get("size") for each, info in infos.items()}, root
 
 
+def _is_wanted(name: str, suffixes: tuple[str, ...]) -> bool:
+    return "/" not in name and name.endswith(suffixes)
+
+
 def _is_page(remote: str, info: Mapping[str, Any]) -> bool:
     """Whether a web server answers with a page, which is not what was asked for unless the name says so."""
     if not remote.startswith(("http://", "https://")):
@@ -110,10 +119,10 @@ def _copy_file(fs: Any, remote: str, target: Path, token: AbortToken) -> str:
             copy.write(chunk)
             num_bytes += len(chunk)
     if before.get("size") is not None and num_bytes != before["size"]:
-        raise ConnectionError(f"{num_bytes:,} of {before['size']:,} bytes arrived")
+        raise TransferError(f"{num_bytes:,} of {before['size']:,} bytes arrived")
     fs.invalidate_cache()
     if _version(fs.info(remote)) != _version(before):
-        raise ConnectionError("the file changed while it was copied")
+        raise TransferError("the file changed while it was copied")
     return _version(before)
 
 
