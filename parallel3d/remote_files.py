@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from parallel3d.errors import DataError, UserError
+from parallel3d.errors import DataError, Parallel3dError, UserError
 from parallel3d.parallel.abort import AbortToken
 
 PACKAGES = {
@@ -79,7 +79,7 @@ def attempt(
         except PermissionError as error:
             raise kind(f"{name}: access denied: check the credentials in the driver's environment") from error
         except Exception as error:  # each driver has its own
-            if type(error).__module__.startswith("parallel3d"):
+            if isinstance(error, Parallel3dError):
                 raise
             problem = problem_of(error)
             if getattr(error, "status", None) in (401, 403):

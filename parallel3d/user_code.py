@@ -124,7 +124,7 @@ def check_call(function: Any, *arguments: Any, what: str) -> None:
     """Raises UserCodeError if the user's object can't be called with these positional arguments."""
     try:
         form = signature(function)
-    except (TypeError, ValueError):  # of a C extension, say: the call will tell
+    except (TypeError, ValueError):  # of a C extension, say: the call itself shows it
         return
     try:
         form.bind(*arguments)

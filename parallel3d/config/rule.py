@@ -103,12 +103,12 @@ def required(field: str, meaning: str) -> Problem:
 
 
 PLAIN_QUERY = frozenset({"download", "raw", "ref", "rev", "revision", "version", "versionId", "alt", "dl", "file"})
-"""Parts of an address's query that are no secret."""
+"""Parts of a query that hold nothing secret."""
 
 
 def without_credentials(field: str, address: str, *, query: bool = True) -> Iterator[Problem]:
     """Addresses are kept in files of the run, where a password doesn't belong, nor a query that may be a signature;
-    `query`: one that is no secret is allowed."""
+    `query`: one that holds nothing secret is allowed."""
     names = set(parse_qs(urlsplit(address).query, keep_blank_values=True))
     if "?" in address and not (query and names <= PLAIN_QUERY):
         rule_text = "must not have a query: it would be kept in config.json, signature and all"

@@ -1,4 +1,4 @@
-"""A Hugging Face folder at an address: copied into the cache once, its pickled and nested copies left where they are."""
+"""A Hugging Face folder at an address: copied into the cache once, without pickled and nested copies."""
 
 from __future__ import annotations
 
