@@ -52,7 +52,7 @@ def _file_of_folder(folder: Path) -> str:
     """What to give in place of a run's folder, of Hugging Face's, or of another one."""
     file = folder / "config.json"
     if (fields := _fields_of(file)) is None:
-        return "It is a folder without a config.json: give the path of a JSON file"
+        return f"It is a folder without a config.json. {_similar_name(folder)}"
     if "model_type" in fields:
         made = f"{folder.name or 'my_run'}.json"
         return f"It is a Hugging Face folder: parallel3d convert config {folder} > {made} makes a configuration for it"
