@@ -210,7 +210,7 @@ def test_a_folder_does_not_hide_the_configuration_of_its_name(tmp_path, monkeypa
     [
         ({"model_type": "llama"}, "It is a Hugging Face folder: parallel3d convert config mine > mine.json"),
         ({"model": {}}, r"Did you mean mine/config.json\?"),
-        (None, "Give the path of a JSON file"),
+        (None, "It is a folder without a config.json. Give the path of a JSON file"),
     ],
 )
 def test_a_folder_in_place_of_a_file(tmp_path, monkeypatch, config, said):
