@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -58,6 +59,8 @@ from parallel3d.trainer.plans import build_grid, build_target
 
 WORKER_MODULES = ("parallel3d.models.initial_weights", "parallel3d.models.make", "parallel3d.worker.main")
 """What a worker imports besides torch."""
+FIRST_RANK_S = 10.0
+"""Longest lag of a host's first rank behind its others, at the start."""
 
 
 def main(arguments: list[str]) -> int:
@@ -97,6 +100,8 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)
+        else:  # a launcher that sees this end kills the others, and with them the one that says why
+            time.sleep(FIRST_RANK_S)
         return error.exit_code
 
 
