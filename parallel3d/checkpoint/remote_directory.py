@@ -197,7 +197,7 @@ class RemoteDirectory:
             found = self._fs.cat_file(path)
             self._fs.rm_file(path)
         except Exception as error:  # each driver has its own
-            raise CheckpointError(f"{self.name} can't be written: {problem_of(error)}") from error
+            raise CheckpointError(f"{self.name} can't be written: {problem_of(error)}") from None
         if found != data:
             raise CheckpointError(f"{self.name} can't be written: a small file came back changed")
 
