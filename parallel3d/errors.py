@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel3d.remote_address import without_secrets
+
 EXIT_WORKER_LOST = 3
 """A run's exit code when a worker is gone and training can't go on without it."""
 
@@ -56,8 +58,8 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        field, value = shorten(self.field), shorten(repr(self.value))
-        rule, fix = shorten(self.rule, 1000), shorten(self.fix, 1000)
+        field, value = shorten(self.field), shorten(without_secrets(repr(self.value)))
+        rule, fix = shorten(without_secrets(self.rule), 1000), shorten(self.fix, 1000)
         return f"{field} = {value}: {rule}. {fix}"
 
 

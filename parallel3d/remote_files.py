@@ -14,10 +14,10 @@ import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from parallel3d.errors import DataError, Parallel3dError, UserError
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.remote_address import redacted
 
 PACKAGES = {
     "s3": "s3fs",
@@ -44,16 +44,6 @@ class TransferError(ConnectionError):
 
 _CODE = re.compile("[A-Za-z]{3,40}|[0-9]{3}")
 """What stores call their errors: NoSuchBucket, 503. No key or token has only letters."""
-
-
-def is_remote(source: str) -> bool:
-    return "://" in source
-
-
-def redacted(source: str) -> str:
-    """The source without credentials: neither a user and password nor a query."""
-    parts = urlsplit(source)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def open_store(source: str, *, kind: type[UserError] = DataError) -> tuple[Any, str]:

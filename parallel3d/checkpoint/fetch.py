@@ -21,7 +21,7 @@ from parallel3d.data.cache import build_once
 from parallel3d.data.remote import fetch, local_path
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.remote_files import is_remote, redacted
+from parallel3d.remote_address import is_remote, redacted
 
 CONFIG = "config.json"
 HUGGING_FACE = (".json", ".safetensors", ".model", ".txt", ".jinja")

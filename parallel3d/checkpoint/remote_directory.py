@@ -24,16 +24,8 @@ from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import INDEX, Index, IndexedFile, decode_index
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.remote_files import (
-    CHUNK_BYTES,
-    PACKAGES,
-    Log,
-    TransferError,
-    attempt,
-    open_store,
-    problem_of,
-    redacted,
-)
+from parallel3d.remote_address import redacted
+from parallel3d.remote_files import CHUNK_BYTES, PACKAGES, Log, TransferError, attempt, open_store, problem_of
 
 PREVIOUS = "index.previous.json"
 PROBE = ".parallel3d-probe"

@@ -16,7 +16,8 @@ from parallel3d.checkpoint.store_process import EventPrinter, say
 from parallel3d.child_process import end_with_parent
 from parallel3d.commands.parsers import parse
 from parallel3d.errors import UserError
-from parallel3d.remote_files import problem_of, redacted
+from parallel3d.remote_address import redacted
+from parallel3d.remote_files import problem_of
 
 
 def main(arguments: list[str]) -> int:

@@ -53,7 +53,7 @@ from parallel3d.monitor.run_folder import ENVIRONMENT, LOGS, PAGE, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.monitor.tracker_processes import TrackerProcesses, check_tracker
-from parallel3d.remote_files import redacted
+from parallel3d.remote_address import redacted
 from parallel3d.report_page.page_file import write_page_of
 from parallel3d.trainer.plans import build_grid, build_target
 

@@ -23,7 +23,8 @@ from parallel3d.child_process import end_with_parent
 from parallel3d.commands.parsers import parse
 from parallel3d.commands.upload_follower import UploadFollower
 from parallel3d.errors import CheckpointError, UserError
-from parallel3d.remote_files import problem_of, redacted
+from parallel3d.remote_address import redacted
+from parallel3d.remote_files import problem_of
 
 CHECKPOINTS = "checkpoints"
 EXIT_INCOMPLETE = 1

@@ -23,7 +23,7 @@ from parallel3d.checkpoint.upload import take_lock
 from parallel3d.errors import CheckpointError
 from parallel3d.monitor.run_folder import METRICS
 from parallel3d.monitor.upload_history import UPLOADS
-from parallel3d.remote_files import redacted
+from parallel3d.remote_address import redacted
 
 POLL_S = 1.0
 AGAIN_S = 60.0

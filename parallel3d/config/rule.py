@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from parallel3d.errors import Problem
+from parallel3d.remote_address import QUERY_FIX, broken_query_rule, has_user
 
 WORLD_SIZE = "world size"
 
@@ -102,22 +102,20 @@ def required(field: str, meaning: str) -> Problem:
     return Problem(field=field, value=None, rule="is required here", fix=f"Add it: {meaning}")
 
 
-PLAIN_QUERY = frozenset({"download", "raw", "ref", "rev", "revision", "version", "versionId", "alt", "dl", "file"})
-"""Parts of a query that hold nothing secret."""
-
-
 def without_credentials(field: str, address: str, *, query: bool = True) -> Iterator[Problem]:
     """Addresses are kept in files of the run, where a password doesn't belong, nor a query that may be a signature;
-    `query`: one that holds nothing secret is allowed."""
-    names = set(parse_qs(urlsplit(address).query, keep_blank_values=True))
-    if "?" in address and not (query and names <= PLAIN_QUERY):
+    `query`: one that holds nothing secret, or names the environment variable that holds it, is allowed."""
+    shown = address.partition("://")[0] + "://..."
+    if not query and "?" in address:
         rule_text = "must not have a query: it would be kept in config.json, signature and all"
-        fix = "Remove it: give the driver credentials in its environment, or download the file first"
-        yield Problem(field=field, value=address.partition("://")[0] + "://...", rule=rule_text, fix=fix)
-    if "@" in address.partition("://")[2].partition("/")[0]:
+        fix = "Remove it: give the driver credentials in its environment"
+        yield Problem(field=field, value=shown, rule=rule_text, fix=fix)
+    elif problem := broken_query_rule(address):
+        yield Problem(field=field, value=shown, rule=problem, fix=QUERY_FIX)
+    if has_user(address):
         rule_text = "must not have a user or password: it would be kept in config.json"
         fix = "Give them to the driver in its environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...), and remove them here"
-        yield Problem(field=field, value=address.partition("://")[0] + "://...", rule=rule_text, fix=fix)
+        yield Problem(field=field, value=shown, rule=rule_text, fix=fix)
 
 
 def nearest_multiples(value: int, unit: int) -> str:

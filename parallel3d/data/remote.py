@@ -4,14 +4,16 @@
                                                   fetched.json: the size and version of each
 
 A copy that is complete is used without asking the network again: a restart doesn't depend on it. One process of each
-host copies, the others wait. Credentials come from each driver's own environment; what a message or a file here says
-of a source has neither its user nor its query.
+host copies, the others wait. Credentials come from each driver's own environment, the query of an address from the
+environment variable that it names. The hash is of the name, so that the copy is found again with a new signature. What
+a message or a file here says of a source has neither its user nor its query.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -21,7 +23,8 @@ from urllib.parse import urlsplit
 from parallel3d.data.cache import build_once
 from parallel3d.errors import DataError, shorten
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.remote_files import CHUNK_BYTES, Log, TransferError, attempt, is_remote, open_store, redacted
+from parallel3d.remote_address import QUERY_FIX, broken_query_rule, is_remote, redacted, variables_of, with_variables
+from parallel3d.remote_files import CHUNK_BYTES, Log, TransferError, attempt, open_store
 
 MANIFEST = "fetched.json"
 VERSION_FIELDS = ("ETag", "etag", "md5", "checksum", "last_modified", "LastModified", "mtime", "created")
@@ -38,8 +41,11 @@ def fetch(
     sources: Sequence[str], cache_directory: Path, token: AbortToken, log: Log, suffixes: tuple[str, ...] = ()
 ) -> None:
     """Copies the remote ones of `sources` unless that has been done; with `suffixes` of a folder itself only the files
-    whose names end so. Raises DataError with the source and the reason, GenerationEnded once the token is aborted."""
+    whose names end so. Raises DataError with the source and the reason, also for a query that is not in an environment
+    variable; GenerationEnded once the token is aborted."""
     for source in filter(is_remote, sources):
+        if problem := broken_query_rule(source):
+            raise DataError(f"the address {redacted(source)} {problem}. {QUERY_FIX}")
         copy = partial(_copy, source, suffixes, token, log)
         build_once(_folder_of(source, cache_directory), copy, token, log)
 
@@ -51,7 +57,10 @@ def _folder_of(source: str, cache_directory: Path) -> Path:
 def _copy(source: str, suffixes: tuple[str, ...], token: AbortToken, log: Log, folder: Path) -> None:
     """Fills `folder` with the files of a source."""
     name = redacted(source)
-    fs, path = open_store(source)
+    for variable in variables_of(source):
+        if not os.environ.get(variable):
+            raise DataError(f"{name}: its query is in the environment variable {variable}: set it on this host")
+    fs, path = open_store(with_variables(source, os.environ))
     found, root = attempt(partial(_files, fs, path), name, token, log)
     if suffixes:
         found = {each: size for each, size in found.items() if _is_wanted(name_of(each, root), suffixes)}
@@ -63,7 +72,7 @@ def _copy(source: str, suffixes: tuple[str, ...], token: AbortToken, log: Log, f
     for remote in sorted(found):
         target = folder / "files" / name_of(remote, root)
         if not target.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{name}: the name {shorten(remote)!r} leads out of its folder")
+            raise DataError(f"{name}: the name {shorten(name_of(remote, root))!r} leads out of its folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         label = f"{name}, file {target.name}"
         version = attempt(partial(_copy_file, fs, remote, target, token), label, token, log)

@@ -1,6 +1,7 @@
 """Describes what a run runs on: versions, machine, commit, command line and working directory. Does not import torch.
 
-Nothing else of the process goes in: its environment variables may hold secrets.
+Nothing else of the process goes in: its environment variables may hold secrets. Users and queries of addresses are left
+out of the command line, which may be that of a training script of the user's own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from parallel3d.remote_address import without_secrets
+
 PACKAGES = ("parallel3d", "torch", "numpy", "sentencepiece", "pyarrow", "pydantic")
 GIT_TIMEOUT_S = 5.0
 
@@ -23,7 +26,7 @@ def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
     """The contents of environment.json; unknown facts are None."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command_line": list(command_line),
+        "command_line": [without_secrets(word) for word in command_line],
         "working_directory": _working_directory(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},

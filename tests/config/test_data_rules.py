@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from parallel3d.config.load import load_config, resolve
+from parallel3d.errors import ConfigError
 from tests.support.config_files import problems
 
 SOURCES = {"web": ["."], "code": ["."]}
@@ -56,6 +57,7 @@ EVEN = {"web": 0.5, "code": 0.5}
         ("data.slice={}", "data.slice", "a part of one file"),
         ('data.sources=["https://store/a.txt?X-Amz-Signature=f00"]', "data.sources.0", "must not have a query"),
         ('data.tokenizer.path="https://store/t?sig=f00&download=true"', "data.tokenizer.path", "must not have a query"),
+        ('data.sources=["zip://a::https://me:pw@store/a.zip"]', "data.sources.0", "must not have a user"),
         ("data.test_fraction=0.995", "data.test_fraction", "leaves nothing to train on"),
         ("data.test_fraction=10", "data.test_fraction", "less than 1"),
     ],
@@ -66,8 +68,24 @@ def test_each_mistake_has_one_message(tiny: Path, override: str, field: str, rul
     assert problem.fix
 
 
-def test_a_query_that_is_no_secret_is_allowed(tiny: Path):
-    load_config(tiny, ['data.sources=["https://hub/a.txt?download=true"]'])
+@pytest.mark.parametrize("source", ["https://hub/a.txt?download=true", "https://hub/a.txt?${NAME}", "s3://a/b?/*.txt"])
+def test_a_query_that_is_no_secret_is_allowed(tiny: Path, source: str):
+    load_config(tiny, [f'data.sources=["{source}"]', f'data.tokenizer.path="{source}"'])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ['data.sources=["https://me:SECRET@store/a.txt?sig=SECRET"]', blend()],
+        ["data.sources=https://store/a.txt?sig=SECRET"],
+        ['data.blend={"sources": {"web": ["https://store/a.txt?sig=SECRET"]}, "stages": []}'],
+        ['data.tokenizer={"pth": "zip://a::https://me:SECRET@store/a?sig=SECRET"}'],
+    ],
+)
+def test_no_message_has_what_is_secret(tiny: Path, overrides: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        load_config(tiny, overrides)
+    assert "SECRET" not in str(caught.value) and "://" in str(caught.value)
 
 
 def test_a_sum_that_is_not_one_says_what_else_there_is(tiny: Path):

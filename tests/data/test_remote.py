@@ -14,7 +14,7 @@ from parallel3d.data.sources import find_files
 from parallel3d.data.tokenizer import train_tokenizer
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.remote_files import redacted
+from parallel3d.remote_address import redacted
 from tests.support import tiny_runs
 from tests.support.hf_tokenizers import write_folder
 from tests.support.word_corpus import write_words
@@ -110,7 +110,7 @@ def test_a_missing_file_driver_or_protocol(tmp_path, flaky, monkeypatch):
         fetched("nothing://x", tmp_path)
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacks)
     with pytest.raises(DataError, match=r"^s3://host/a.txt: s3:// needs a driver: pip install s3fs$"):
-        fetched("s3://key:secret@host/a.txt?token=secret", tmp_path)
+        fetched("s3://key:secret@host/a.txt?versionId=1", tmp_path)
 
 
 def test_credentials_are_not_in_the_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +34,7 @@ class Store:
         """A status; "well"; "cut": half of the bytes, then the connection ends; "change": well, but other bytes follow.
         The first is for the question whether an address is a folder."""
         self.num_asked = 0
+        self.queries: set[str] = set()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -49,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.store.num_asked += 1
+        self.store.queries.add(self.path.partition("?")[2])
         how = self.store.answers.pop(0) if self.store.answers else "well"
         if self.content is None or isinstance(how, int):
             self.answer(how if isinstance(how, int) else 404, b"")
@@ -90,17 +93,18 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def copy(store: Store, tmp_path: Path) -> Callable[[str], tuple[bytes, list[str]]]:
+def copy(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[bytes, list[str]]]:
     """Fetches a path of the server, with secrets in its address: the copy's bytes and what was logged."""
+    monkeypatch.setenv("SIGNATURE", "?signature=hidden-key\n")
 
     def copied(path: str = "/a/text.txt") -> tuple[bytes, list[str]]:
-        source = f"http://hidden-user:hidden-word@127.0.0.1:{store.port}{path}?signature=hidden-key"
+        source = f"http://hidden-user:hidden-word@127.0.0.1:{store.port}{path}?version=1&${{SIGNATURE}}"
         logged: list[str] = []
         try:
             fetch([source], tmp_path, AbortToken(), logged.append)
             (file,) = find_files([local_path(source, tmp_path)])
         except DataError as error:
-            logged.append(str(error))
+            logged.append("".join(traceback.format_exception(error)))
             raise
         finally:
             notes = [*logged, *(page.read_text() for page in tmp_path.rglob(MANIFEST)), *map(str, tmp_path.rglob("*"))]
@@ -116,6 +120,26 @@ def test_a_file_is_copied_once(store: Store, copy: Callable[..., tuple[bytes, li
     asked = store.num_asked
     assert content == LINES * 40 and len(logged) == 1 and "1 files, 0.0 MB, into the cache" in logged[0]
     assert copy() == (content, []) and store.num_asked == asked
+    assert store.queries == {"version=1&signature=hidden-key"}
+
+
+def test_a_new_signature_finds_the_copy(
+    store: Store, copy: Callable[..., tuple[bytes, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, asked = copy()[0], store.num_asked
+    monkeypatch.setenv("SIGNATURE", "signature=another")
+    assert copy() == (content, []) and store.num_asked == asked
+    monkeypatch.delenv("SIGNATURE")
+    with pytest.raises(DataError, match=r"^http://127.*/a/text.txt: .* variable SIGNATURE: set it on this host$"):
+        fetch([f"http://127.0.0.1:{store.port}/a/text.txt?${{SIGNATURE}}"], tmp_path, AbortToken(), print)
+
+
+def test_a_signature_in_the_address_is_refused(store: Store, tmp_path: Path) -> None:
+    """Also where no rule of the configuration has been asked, as by `parallel3d evaluate RUN --set`."""
+    for secret in ("signature=hidden-key", "version=1;signature=hidden-key"):
+        with pytest.raises(DataError, match=r"text.txt must not have a query.*environment variable") as caught:
+            fetch([f"http://127.0.0.1:{store.port}/a/text.txt?{secret}"], tmp_path, AbortToken(), print)
+        assert "hidden" not in str(caught.value) and not store.num_asked
 
 
 def test_what_may_pass_is_tried_again(store: Store, copy: Callable[..., tuple[bytes, list[str]]]) -> None:

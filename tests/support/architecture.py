@@ -27,6 +27,7 @@ MAX_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 FLOORS: dict[str, int] = {
+    "parallel3d.remote_address": -4,  # what messages of errors leave out of addresses
     "parallel3d.errors": -3,  # below all others, which raise them
     "parallel3d.user_code": -2,  # the rows below find those of installed packages by it
     "parallel3d.config.sections.section": -2,  # pydantic's base class, for the rows' own fields
@@ -92,6 +93,7 @@ FLOORS: dict[str, int] = {
 """Floor of a module or of all modules in a package; the longest name that fits counts."""
 
 PURE: tuple[str, ...] = (
+    "parallel3d.remote_address",
     "parallel3d.errors",
     "parallel3d.user_code",
     "parallel3d.decay_shapes",
@@ -195,6 +197,7 @@ MAY_READ_ENVIRONMENT: tuple[str, ...] = (
     "parallel3d/elastic/drop_in/launch_script.py",
     "parallel3d/worker/device.py",
     "parallel3d/data/hf_loader.py",  # its library's threads have no other switch
+    "parallel3d/data/remote.py",  # signatures, which a configuration must not hold
 )
 
 Checker = Callable[[str, str], Iterator[str]]

@@ -70,7 +70,8 @@ class DataConfig(Section):
     """Files, folders or globs of text (.txt, .jsonl, .json, .arrow, .parquet; the first three also as .gz, .bz2, .xz
     and .zst; other files are read as plain text) or of tokens (.safetensors, as launch/prepare.py writes them; .npy;
     .bin of Megatron-LM, nanoGPT and llm.c; .u16, .u32). Remote ones (s3://, gs://, hf://, https://, ... by fsspec) are
-    copied into data.cache_directory once. Or objects of your own that give documents: "package:object",
+    copied into data.cache_directory once; a signature stands in an environment variable of each host, and the address
+    ends with its name, ?${NAME}. Or objects of your own that give documents: "package:object",
     "path/to/file.py:object" or the name of an entry point of parallel3d.sources. Empty: the built-in corpus, Python's
     own standard library."""
     blend: BlendConfig | None = None
