@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d import __version__
+from tests.support.hf_tokenizers import write_folder
 from tests.support.launch_runs import metrics, wait_for_change, wait_for_step
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,29 @@ SOURCES = ("parallel3d", "configs", "launch", "pyproject.toml", "setup.py", "MAN
 OFFLINE = ("--no-deps", "--no-index", "--disable-pip-version-check", "-q")
 OURS = ("parallel3d", f"parallel3d-{__version__}.dist-info")
 TIMEOUT_S = 300
+SIZES = dict(
+    vocab_size=512,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+HUGGING_FACE = {
+    "qwen3": ("gpt2", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
+    "llama": ("llama3", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
+}
+"""By model_type: the kind of the tokenizer, and the fields of config.json."""
+LINE = "{0} is followed by {1}.\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +173,62 @@ def test_an_installed_package_trains_and_a_killed_worker_comes_back(installation
     steps = [line["step"] for line in metrics(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
     assert f"{len(steps):,}" in installation.run("report", "run", cwd=tmp_path)
+
+
+def write_hugging_face(folder: Path, model_type: str) -> None:
+    """A model with random weights and a tokenizer, as transformers saves them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
+
+    kind, fields = HUGGING_FACE[model_type]
+    write_folder(folder, kind=kind)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).save_pretrained(folder)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.sample(0, rest=1)
+@pytest.mark.parametrize("model_type", HUGGING_FACE)
+def test_from_hugging_face_to_hugging_face(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+):
+    """A user's folder and text, each step one command: trained on 2 x 2 workers of which one is killed, exported, and
+    the same model in transformers. Without a replica all four start again, from the newest checkpoint if there is one
+    by then."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_hugging_face(tmp_path / "mine", model_type)
+    (tmp_path / "my_text.txt").write_text("".join(LINE.format(number, number + 1) for number in range(2000)))
+    (tmp_path / "other.txt").write_text(LINE.format(7, 8))
+    kill = json.dumps([{"rank": 3, "step": 5, "phase": "forward"}])
+    short = ["batch.sequence_length=64", "batch.global_batch_size=4", "run.num_steps=8", "optimizer.learning_rate=3e-3"]
+    small = ["run.threads_per_rank=1", "monitor.charts=false", "run.directory=run", "data.cache_directory=cache"]
+    layout = ["parallel.tp_size=2", "parallel.pp_size=2", "checkpoint.every=1", "restart.max_restarts=1"]
+    text = 'data.sources=["my_text.txt"]'
+    said = installation.run(
+        "train", "--config", "mine", text, f"elastic.faults={kill}", *layout, *short, *small, cwd=tmp_path
+    )
+    assert "lost pp1 dp0 tp1 (rank 3)" in said and "restart 1 of 1" in said
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["step"] == 8 and lines[-1]["loss"] < lines[0]["loss"]
+
+    installation.run("convert", "to-hf", "run", "out", cwd=tmp_path)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == model_type
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = tokenizer(LINE.format(7, 8), add_special_tokens=False)["input_ids"]
+    found = json.loads(installation.run("evaluate", "run", "other.txt", "--json", "--threads", "1", cwd=tmp_path))
+    row, end = found["results"]["other.txt"], found["tokenizer"]["eos_id"]
+    inputs = torch.tensor([[end, *ids]])
+    output = model(inputs, labels=inputs)
+    assert output.logits.isfinite().all() and row["tokens"] == len(ids)
+    assert row["loss"] == pytest.approx(output.loss.item(), rel=1e-5)  # fp32, summed in another order
+
+    arguments = ["generate", "out", "7 is followed", "--max-tokens", "8", "--json", "--threads", "1"]
+    written = json.loads(installation.run(*arguments, cwd=tmp_path))
+    prompt = torch.tensor([tokenizer("7 is followed")["input_ids"]])  # BOS included, as `generate` has it
+    theirs = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert written["tokens"] == theirs and written["text"]
