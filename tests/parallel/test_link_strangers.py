@@ -48,7 +48,7 @@ def test_of_too_many_strangers_the_oldest_is_closed(connect, monkeypatch):
         assert strangers[0].recv(1) == b""  # closed by the other end
         until(lambda: len(two._strangers) <= 4, seconds=60.0)
         send_and_receive(one, two)
-        assert len(two._strangers) <= 4
+        until(lambda: len(two._strangers) <= 4, seconds=60.0)  # one may just have been accepted
 
 
 OUT_OF_DESCRIPTORS = """
