@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
-from inspect import getfile, signature, unwrap
+from inspect import getfile, getsourcelines, signature, unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,17 @@ from typing import Any
 from parallel3d.errors import ConfigError, Parallel3dError, Problem, UserCodeError, is_out_of_memory
 
 _OWN = str(Path(__file__).resolve().parent)
+_BACKWARD_PASS = "_engine_run_backward"
+"""torch's function that runs it, on the thread that asks for it."""
+_REFUSALS_OF_BACKWARD = (
+    "returned an incorrect number of gradients",
+    "returned an invalid gradient",
+    "expected Variable or None",
+    "modified by an inplace operation",
+    "backward through the graph a second time",
+    "does not require grad and does not have a grad_fn",
+)
+"""In torch's messages: what a graph of the user's functions does wrong, without a line of the user's."""
 FIX = "Name module:object with a module in this folder or in one of PYTHONPATH, or path/to/file.py:object"
 
 
@@ -77,13 +88,14 @@ def _entry_points() -> Any:
     return entry_points()
 
 
-def explain(error: BaseException) -> str:
-    """The user's file and line, if the error was raised below one, and the error."""
+def explain(error: BaseException, of: Any = None) -> str:
+    """The user's file and line, if the error was raised below one, or those of the user's object `of`, and the
+    error."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     if (place := user_line(error)) is None:
-        return text
+        return text if of is None else f"{_place_of(of)}{text}"
     line = f" ({place.line})" if place.line else ""
     return f"{place.filename}, line {place.lineno}, in {place.name}{line}: {text}"
 
@@ -107,31 +119,104 @@ def is_raised_by_the_user(error: BaseException) -> bool:
 
 
 @contextmanager
-def errors_named(what: str) -> Iterator[None]:
-    """Names the user's file and line in an error of the user's code; it ends the run, since every rank will meet it."""
+def errors_named(what: str, of: Any = None) -> Iterator[None]:
+    """Names the user's file and line in an error of the user's code; it ends the run, since every rank will meet it.
+
+    of: the user's object whose methods are called; one that takes other arguments is an error of the user's, too.
+    """
     try:
         yield
     except Parallel3dError:
         raise
     except Exception as error:
+        if of is not None and (method := _refused_method(error, of)):
+            raise UserCodeError(f"{what}: {_place_of(method)}{type(error).__name__}: {error}") from error
         is_torchs = type(error).__module__ == "torch.utils.checkpoint" or is_out_of_memory(error)
         if is_torchs or not is_raised_by_the_user(error):
             raise  # such as what ends a recomputation early
         raise UserCodeError(f"{what}: {explain(error)}") from error
 
 
-def check_call(function: Any, *arguments: Any, what: str) -> None:
-    """Raises UserCodeError if the user's object can't be called with these positional arguments."""
+def _refused_method(error: Exception, of: Any) -> Any:
+    """The method of the object that our call of it does not fit, if the error says so: it then has no line below ours.
+    Methods of ours that the object inherits don't count."""
+    called = str(error).partition("()")[0].rpartition(".")[2] if isinstance(error, TypeError) else ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    method = getattr(type(of), called, None) if last.filename.startswith(f"{_OWN}/") else None
+    is_the_calls = str(error).startswith(f"{getattr(method, '__qualname__', '')}()")
+    return method if is_the_calls and callable(method) and not method.__module__.startswith("parallel3d.") else None
+
+
+@contextmanager
+def backward_errors_named(what: str) -> Iterator[None]:
+    """Names the user's file and line in an error of the user's code below torch's backward pass; other errors of what
+    is inside, such as a lost connection or a full disk, stay what they are."""
+    try:
+        yield
+    except Parallel3dError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        start = next((index for index, each in enumerate(frames) if each.name == _BACKWARD_PASS), None)
+        if start is None or is_out_of_memory(error):
+            raise
+        below = frames[start + 1 :]
+        if _has_left_for_the_user(below) and is_raised_by_the_user(error):
+            raise UserCodeError(f"{what}: {explain(error)}") from error
+        if _is_torchs_refusal(error, below):
+            raise UserCodeError(f"{what}: in the backward pass: {type(error).__name__}: {error}") from error
+        raise
+
+
+def _has_left_for_the_user(below: list[traceback.FrameSummary]) -> bool:
+    """Whether the backward pass has called code of the user's, and not one of ours that has called a package."""
+    first = next((index for index, each in enumerate(below) if _is_the_users(each.filename)), None)
+    if first is None:
+        return False
+    is_by_ours = first > 0 and below[first - 1].filename.startswith(f"{_OWN}/")
+    return not (is_by_ours and below[first].filename.startswith(f"{sysconfig.get_paths()['purelib']}/"))
+
+
+def _is_torchs_refusal(error: Exception, below: list[traceback.FrameSummary]) -> bool:
+    """Whether torch could not call the user's function (with the hook or the backward of another signature), or refuses
+    the graph or the gradients; all of it happens in frames of torch's alone."""
+    if any(each.filename.startswith(f"{_OWN}/") or _is_the_users(each.filename) for each in below):
+        return False
+    is_refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS_OF_BACKWARD)
+    return is_refused or isinstance(error, TypeError)
+
+
+def check_call(function: Any, *arguments: Any, what: str, **named: Any) -> None:
+    """Raises UserCodeError, with the object's file and line, if the user's object can't be called with these
+    arguments."""
+    if not callable(function):
+        text = f"it is of type {type(function).__name__}, which can't be called"
+        raise UserCodeError(f"{what}: {_place_of(function)}{text}")
     try:
         form = signature(function)
     except (TypeError, ValueError):  # of a C extension, say: the call itself shows it
         return
     try:
-        form.bind(*arguments)
+        form.bind(*arguments, **named)
     except TypeError as error:
-        given = f"{len(arguments)} argument{'' if len(arguments) == 1 else 's'}" if arguments else "no arguments"
-        name = getattr(function, "__name__", type(function).__name__)
-        raise UserCodeError(f"{what}: it is called with {given}, and {name}{form} takes others ({error})") from error
+        count = len(arguments) + len(named)
+        given = f"{count} argument{'' if count == 1 else 's'}" if count else "no arguments"
+        name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+        text = f"it is called with {given}, and {name}{form} takes others ({error})"
+        raise UserCodeError(f"{what}: {_place_of(function)}{text}") from error
+
+
+def _place_of(found: Any) -> str:
+    """The file and line where an object's code begins, before a message; empty where it has no source.
+
+    It may parse the whole file, for which ranks that are threads disturb each other in some versions of Python.
+    """
+    try:
+        code = unwrap(found)
+        code = code if isinstance(code, type) or hasattr(code, "__code__") else type(code)
+        return f"{file_of_object(found)}, line {getsourcelines(code)[1]}: "
+    except (OSError, TypeError, SyntaxError, SystemError):
+        return ""
 
 
 def _is_the_users(file: str) -> bool:

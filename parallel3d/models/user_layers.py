@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from parallel3d.data.marked_text import IGNORED
-from parallel3d.errors import UserError
+from parallel3d.errors import UserCodeError, UserError
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
@@ -36,7 +36,18 @@ from parallel3d.models.user_calls import (
     recompute_module,
     replace_dropouts,
 )
-from parallel3d.models.user_parts import Column, Divided, Partial, Row, Sharding, Whole, as_module, user_code
+from parallel3d.models.user_parts import (
+    DOCUMENT_ARGUMENTS,
+    Column,
+    Divided,
+    Partial,
+    Row,
+    Sharding,
+    Whole,
+    as_module,
+    check_hooks,
+    user_code,
+)
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
 from parallel3d.random_keys import key_of
 
@@ -92,7 +103,7 @@ class UserPart(nn.Module):
         self._take_parameters(name, partial_paths)
         del self._values
         self.part.to(torch.device(context.device))  # its buffers; the parameters are there
-        self._asks_for = self.accepts & {"positions", "documents"}
+        self._asks_for = self.accepts & DOCUMENT_ARGUMENTS
         self._is_known = False
         """Whether a training pass has shown that its code draws no random numbers of torch's."""
 
@@ -148,6 +159,7 @@ class UserPart(nn.Module):
         old = self._find(name, path)
         if type(old) is not nn.Linear:
             raise UserError(f"model.module: shardings has {path}, which is {type(old).__name__}, not torch.nn.Linear")
+        check_hooks(old, f"model.module: {name}.{path}")
         full, sizes, tp_size = f"{name}.{path}", (old.in_features, old.out_features), self.context.tp.group.size
         options: Any = dict(init_std=0.02, bias=old.bias is not None, context=self.context)
         blocks = sharding.blocks or sizes[1:] if isinstance(sharding, Column) else sizes[:1]
@@ -275,7 +287,12 @@ class _ScaledSum(Function):
 
 def _hand_over(parameter: Tensor, num_uses: int) -> None:
     """Adds the gradient that autograd has summed over all uses to the main gradient."""
-    assert isinstance(parameter, ShardedParameter) and parameter.grad is not None
+    assert isinstance(parameter, ShardedParameter)
+    if parameter.grad is None:
+        raise UserCodeError(
+            f"model.module: {parameter.sharding.name} has got no gradient: the backward of an autograd function of"
+            " yours returns None for what depends on it. Return zeros, or detach() its input"
+        )
     sink, grad, parameter.grad = parameter.sink, parameter.grad, None
     sink.add(grad)
     for _ in range(num_uses - 1):  # the optimizer counts the modules that hold it

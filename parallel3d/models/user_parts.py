@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -59,8 +60,11 @@ class Whole:
 Sharding = Column | Row | Partial | Divided | Whole
 
 
+DOCUMENT_ARGUMENTS = frozenset(("positions", "documents"))
+"""Those of a part's forward, by name, beside its input."""
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a parameter keeps its hooks."""
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ def load_parts(model: ModelConfig) -> ModelParts:
             f"model.module {model.module} has an embedding or a head of its own, which model.tie_word_embeddings can't"
             " tie: set it to false"
         )
+    for name, make, *arguments in (("block", parts.block, 0), ("embedding", parts.embedding), ("head", parts.head)):
+        if make is not None or name == "block":
+            check_call(make, *arguments, what=f"model.module {model.module}: {name}")
     return parts
 
 
@@ -109,6 +116,10 @@ def as_module(made: Any, what: str) -> nn.Module:
     """The module that a user's function has made. Raises UserError for what would not train alike on every layout."""
     if not isinstance(made, nn.Module):
         raise UserError(f"model.module: {what} is {type(made).__name__}, not a torch.nn.Module")
+    if getattr(made.forward, "__func__", None) is nn.Module.forward:
+        raise UserError(f"model.module: {what} ({type(made).__name__}) has no method forward")
+    asked = dict.fromkeys(DOCUMENT_ARGUMENTS & set(signature(type(made).forward).parameters))
+    check_call(made.forward, None, what=f"model.module: {what}", **asked)
     for path, module in made.named_modules():
         where = f"model.module: {what}{path and f'.{path}'}"
         if isinstance(module, _DropoutNd) and type(module) is not nn.Dropout and module.p > 0:
@@ -117,6 +128,8 @@ def as_module(made: Any, what: str) -> nn.Module:
                 f"{where} ({kind}) drops by torch's random numbers, which differ between layouts: use torch.nn.Dropout,"
                 " which is replaced, or set its p to 0"
             )
+        if type(module) is nn.Dropout:
+            check_hooks(module, where)
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad:
                 raise UserError(f"{where}.{name} is a frozen parameter: make it a buffer (register_buffer)")
@@ -126,3 +139,12 @@ def as_module(made: Any, what: str) -> nn.Module:
                     " output of the module instead, in its forward"
                 )
     return made
+
+
+def check_hooks(module: nn.Module, where: str) -> None:
+    """Raises UserError for a module with hooks, of which another one takes the place."""
+    if any(getattr(module, hooks) for hooks in MODULE_HOOKS):
+        raise UserError(
+            f"{where} ({type(module).__name__}) has a hook, which would be lost: another module takes its place. Hook"
+            " the module around it instead"
+        )

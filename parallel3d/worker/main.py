@@ -46,7 +46,7 @@ from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import RecoveryManager
 from parallel3d.trainer.resume import resume, skip_data_to
-from parallel3d.user_code import errors_named, file_of_object, load_object
+from parallel3d.user_code import backward_errors_named, file_of_object, load_object
 from parallel3d.worker.admission import admit, describe
 from parallel3d.worker.device import (
     are_own_devices,
@@ -243,7 +243,7 @@ def train_rank(rank: RankContext, context: WorkerContext, hooks: WorkerHooks, **
     hooks.enter_phase("build")
     control.membership.announce_ready()
     module = rank.config.model.module
-    with nullcontext() if module is None else errors_named(f"model.module {module}"):  # in the backward pass, say
+    with nullcontext() if module is None else backward_errors_named(f"model.module {module}"):
         is_here = trainer.run()
     if is_here:
         close_generation(rank)
