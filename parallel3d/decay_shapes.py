@@ -51,7 +51,7 @@ def _load_shape(kind: str) -> DecayShape:
         for progress in TRIED:
             shape(progress)
     except Exception as error:  # whatever the user's function raises
-        rule = str(error) if isinstance(error, UserCodeError) else explain(error)
+        rule = str(error) if isinstance(error, UserCodeError) else explain(error, found)
         rule = rule.removeprefix(f"{FIELD} {kind}: ")
         raise ConfigError([Problem(field=FIELD, value=kind, rule=rule, fix=FIX)]) from error
     return shape

@@ -23,7 +23,7 @@ from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.errors import RunFailed, UserError
 from parallel3d.monitor.metrics_tail import MetricsTail
 from parallel3d.monitor.run_folder import METRICS
-from parallel3d.user_code import load_object
+from parallel3d.user_code import check_call, load_object
 
 POLL_S = 0.1
 """How often the run folder is looked at."""
@@ -156,6 +156,9 @@ def _override_words(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
 
 
 def _load_callback(name: str) -> Any:
-    """A callback by name; a class is called without arguments."""
+    """A callback by name; a class is called without arguments. Raises UserError if there is none, or it takes some."""
     found = load_object(name, field="callbacks", group="parallel3d.callbacks")
-    return found() if isinstance(found, type) else found
+    if not isinstance(found, type):
+        return found
+    check_call(found, what=f"callbacks {name}")
+    return found()

@@ -18,7 +18,7 @@ from uuid import uuid4
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.monitor.run_folder import TENSORBOARD
 from parallel3d.monitor.tensorboard import TensorBoardFile
-from parallel3d.user_code import FIX, load_object, names_object
+from parallel3d.user_code import FIX, check_call, load_object, names_object
 
 FIELD, GROUP = "monitor.trackers", "parallel3d.trackers"
 
@@ -163,14 +163,16 @@ TRACKERS: Mapping[str, tuple[str, MakeTracker]] = {
 def find_tracker(name: str) -> MakeTracker:
     """The class of a tracker: one of ours, an entry point of `parallel3d.trackers`, or "package:object".
 
-    Raises ConfigError, also where the package is not installed.
+    Raises ConfigError, also where the package is not installed; UserCodeError if the object does not take a run.
     """
     if name not in TRACKERS:
         if not names_object(name, GROUP):
             near = difflib.get_close_matches(name, TRACKERS, n=1)
             fix = f"Did you mean {near[0]}? " if near else f"Use one of {', '.join(TRACKERS)}. "
             raise ConfigError([Problem(field=FIELD, value=name, rule="is not a tracker", fix=fix + FIX)])
-        return load_object(name, field=FIELD, group=GROUP)
+        found = load_object(name, field=FIELD, group=GROUP)
+        check_call(found, None, what=f"{FIELD} {name}")
+        return found
     package, make = TRACKERS[name]
     if find_spec(package) is None:
         rule, fix = f"needs the package {package}, which is not installed", f"Install it (pip install {package})"

@@ -202,7 +202,7 @@ class Bucket:
         """Makes one step on every range that this rank holds; `iteration` keys the rounding noise."""
         for shard in self.shards:
             measures, weights = shard is self.owned and self._measures_updates, self.weights[shard.span]
-            with errors_named(f"optimizer.kind {self.rule.name}"):
+            with errors_named(f"optimizer.kind {self.rule.name}", self.rule):
                 measured = self._update.update(shard, weights, step, iteration, measures=measures)
             self.updated_norms = measured if shard is self.owned else self.updated_norms
 

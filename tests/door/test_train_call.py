@@ -118,6 +118,9 @@ def test_a_callback_by_name(tiny: Json, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("x = 1\ny = x / 0\n")
     with pytest.raises(UserError, match=r"mine.py, line 2.*ZeroDivisionError"):
         parallel3d.train(tiny, callbacks=[f"{tmp_path / 'mine.py'}:Mine"])
+    (tmp_path / "other.py").write_text("class Mine:\n    def __init__(self, patience): ...\n")
+    with pytest.raises(UserError, match=r"callbacks .*other.py, line 1: .* no arguments, and Mine\(patience\) takes"):
+        parallel3d.train(tiny, callbacks=[f"{tmp_path / 'other.py'}:Mine"])
 
 
 @pytest.mark.slow

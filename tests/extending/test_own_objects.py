@@ -110,6 +110,20 @@ MINE = """
         def update_block(self, block, step, *, weight_decay):
             block.weight.mul_(self.no_such_setting)
 
+    class Argument(Stuck):
+        name = "argument"
+        def __init__(self, size):
+            self.size = size
+
+    class NoArgument(NoFormula):
+        def update_block(self):
+            pass
+
+    class NoSizes(Schedule):
+        name = "no-sizes"
+        def in_flight_budgets(self):
+            return []
+
     def failing():
         raise KeyError("no such thing")
 
@@ -140,9 +154,10 @@ MISTAKES = [
         "is Wrong, not a Schedule of parallel3d.pipeline.schedules.schedule with a name",
     ),
     ("parallel.schedule", "mine.py:Half", "TypeError: Can't instantiate abstract class Half"),
+    ("parallel.schedule", "mine.py:Argument", r"mine\.py, line 37: TypeError: Argument.__init__\(\) missing 1"),
     ("lr_schedule.kind", "cosin", "should be 'constant', 'linear', 'cosine' or '1-sqrt', or name an object of yours"),
-    ("lr_schedule.kind", "mine.py:failing", r"TypeError: failing\(\) takes 0 positional arguments"),
-    ("lr_schedule.kind", "mine.py:forgets", r"mine\.py, line 41, in forgets .*KeyError: 0.25"),
+    ("lr_schedule.kind", "mine.py:failing", r"mine\.py, line 51: TypeError: failing\(\) takes 0 positional arguments"),
+    ("lr_schedule.kind", "mine.py:forgets", r"mine\.py, line 55, in forgets .*KeyError: 0.25"),
     ("lr_schedule.kind", "mine.py:grows", "1.25 at progress 0.25 is not a share from 0 to 1"),
     ("lr_schedule.kind", "math:sqrt", "TypeError"),
 ]
@@ -174,5 +189,15 @@ def test_errors_of_its_methods_name_its_line(mine: Path) -> None:
     ):
         tiny_runs.train_in_threads(optimizer=dict(kind="mine.py:Wrong"))
     own = tiny_runs.make_config(lr_schedule=dict(kind="mine.py:breaks_late", warmup_steps=0, decay_steps=3))
-    with pytest.raises(UserCodeError, match=r"lr_schedule.kind mine.py:breaks_late: .*mine.py, line 47, .*ZeroDiv"):
+    with pytest.raises(UserCodeError, match=r"lr_schedule.kind mine.py:breaks_late: .*mine.py, line 61, .*ZeroDiv"):
         build_lr_schedule(own).at(updates=1, tokens=0)
+
+
+def test_a_method_that_takes_other_arguments_is_the_users(mine: Path) -> None:
+    config = tiny_runs.make_config(parallel=dict(schedule="mine.py:NoSizes", pp_size=2))
+    expected = r"parallel.schedule mine.py:NoSizes: .*mine.py, line 48: TypeError: NoSizes.in_flight_budgets\(\) takes"
+    with pytest.raises(UserCodeError, match=expected):
+        plan_schedule(config, build_grid(config), 4)
+    expected = r"optimizer.kind mine: .*mine.py, line 43: TypeError: NoArgument.update_block\(\) got"
+    with pytest.raises(UserCodeError, match=expected):
+        tiny_runs.train_in_threads(optimizer=dict(kind="mine.py:NoArgument"))

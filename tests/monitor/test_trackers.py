@@ -163,11 +163,16 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.slow
 def test_a_run_does_not_start_with_a_tracker_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, run): ...\nclass Empty: ...\n")
     check_tracker("tensorboard")
     check_tracker(f"{tmp_path / 'mine.py'}:Mine")
-    broken = f"{tmp_path / 'broken.py'}:X"
-    for name, said in (("wanbd", "Did you mean wandb"), (broken, "broken.py, line 1.*ZeroDivision")):
+    broken, empty = f"{tmp_path / 'broken.py'}:X", f"{tmp_path / 'mine.py'}:Empty"
+    mistakes = (
+        ("wanbd", "Did you mean wandb"),
+        (broken, "broken.py, line 1.*ZeroDivision"),
+        (empty, r"mine.py, line 3: it is called with 1 argument, and Empty\(\) takes others"),
+    )
+    for name, said in mistakes:
         with pytest.raises(UserError, match=said):
             check_tracker(name)
         command = ["train", "--config", "quickstart", f"monitor.trackers={json.dumps([name])}"]

@@ -32,7 +32,7 @@ def find_schedule(name: str) -> Schedule:
 
 def schedule_code(name: str) -> AbstractContextManager[None]:
     """Names the user's file and line in an error of a schedule that the user wrote."""
-    return errors_named(f"parallel.schedule {name}")
+    return errors_named(f"parallel.schedule {name}", find_schedule(name))
 
 
 @cache
@@ -41,7 +41,7 @@ def _load_schedule(name: str) -> Schedule:
     try:
         schedule = found() if isinstance(found, type) else found
     except Exception as error:  # whatever the user's class raises
-        rule = explain(error)
+        rule = explain(error, found)
     else:
         if isinstance(schedule, Schedule) and hasattr(schedule, "name"):
             return schedule
