@@ -43,7 +43,7 @@ class TransferError(ConnectionError):
 
 
 _CODE = re.compile("[A-Za-z]{3,40}|[0-9]{3}")
-"""What stores call their errors: NoSuchBucket, 503. No key or token has only letters."""
+"""What stores call their errors: NoSuchBucket, 503."""
 
 
 def open_store(source: str, *, kind: type[UserError] = DataError) -> tuple[Any, str]:

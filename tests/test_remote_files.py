@@ -16,6 +16,34 @@ from parallel3d.parallel.abort import AbortToken
 SECRET = "AKIA5SECRET0KEY99XYZ"
 
 
+class StoreError(Exception):
+    def __init__(self, code: object):
+        super().__init__(f"An error occurred: {SECRET}")
+        self.response = {"Error": {"Code": code, "Message": SECRET}}
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [SECRET, "hf_abcdefghijklmnop", "password=0123456789", "sig=abc%2Fdef", "Bearer ya29.a0af-short", "s3://me:pw@host"],
+)
+def test_nothing_of_a_drivers_own_text_is_said(secret):
+    assert remote_files.problem_of(OSError(f"token {secret} was refused")) == "OSError"
+    assert remote_files.problem_of(StoreError(secret)) == "StoreError"
+    try:
+        try:
+            raise ConnectionResetError(errno.ECONNRESET, secret)
+        except OSError as cause:
+            raise ValueError(secret) from cause
+    except ValueError as error:
+        expected = "ValueError, by ConnectionResetError (Connection reset by peer)"
+        assert remote_files.problem_of(error) == expected
+
+
+def test_what_a_store_or_the_system_says_is_said():
+    assert remote_files.problem_of(StoreError("NoSuchBucket")) == "StoreError NoSuchBucket"
+    assert remote_files.problem_of(OSError(errno.ENOSPC, "of a driver")) == "OSError (No space left on device)"
+
+
 @pytest.mark.parametrize(
     "error, expected",
     [

@@ -317,21 +317,25 @@ def _without_auto(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
 def _map_tensorboard(block: DeepSpeedBlock) -> None:
     if block.is_on(own=False):
         block.settings.fields["monitor.tensorboard"] = True
-        for name in ("output_path", "job_name"):
-            if block.values.get(name) not in (None, AUTO, ""):
-                fix = "Remove it: run.directory holds the files"
-                block.refuse(name, "has no counterpart", fix)
-        block.refuse_unknown({"enabled", "output_path", "job_name"})
+        fix = "Remove it: run.directory holds the files"
+        _refuse_all_but(block, {"enabled"}, {"output_path": fix, "job_name": fix})
 
 
 def _map_wandb(block: DeepSpeedBlock) -> None:
     if block.is_on(own=False):
         block.settings.fields["monitor.trackers"] = ["wandb"]
         block.settings.set("monitor.tracker_project", block.read("project", TEXT))
-        for name, variable in (("team", "WANDB_ENTITY"), ("group", "WANDB_RUN_GROUP")):
-            if block.values.get(name) not in (None, AUTO, ""):
-                block.refuse(name, "has no counterpart", f"Remove it, and set {variable} in the environment")
-        block.refuse_unknown({"enabled", "project", "team", "group"})
+        variables = {"team": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP"}
+        fixes = {name: f"Remove it, and set {other} in the environment" for name, other in variables.items()}
+        _refuse_all_but(block, {"enabled", "project"}, fixes)
+
+
+def _refuse_all_but(block: DeepSpeedBlock, known: set[str], fixes: Mapping[str, str]) -> None:
+    """Refuses what is not known, and what has a fix unless it is empty, which is DeepSpeed's default."""
+    for name, value in block.given():
+        if name in fixes and value != "":
+            block.refuse(name, "has no counterpart", fixes[name])
+    block.refuse_unknown(known | fixes.keys())
 
 
 def _check_formats(settings: DeepSpeedSettings, name: str, value: object) -> None:

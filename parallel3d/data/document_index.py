@@ -57,8 +57,8 @@ def write_split(
     if held_out_files:
         is_held_out = np.isin(document_index[:, 0], list(held_out_files))
         splits = dict(train=np.flatnonzero(~is_held_out), validation=np.flatnonzero(is_held_out))
-    if not len(splits.get("test", ())):
-        splits.pop("test", None)
+    elif not len(splits["test"]):
+        del splits["test"]
     if num_training := len(splits["train"]):
         for name, indices in splits.items():
             starts = range(0, len(indices), ROWS_AT_ONCE)

@@ -41,8 +41,9 @@ FOLDER_SUFFIXES = (
 """What a folder is searched for, and .bin files with an index. Others must be named: folders have a config.json, a
 pytorch_model.bin."""
 TRAIN_TOKENS, VALIDATION_TOKENS, TEST_TOKENS = "train.safetensors", "validation.safetensors", "test.safetensors"
+"""The files of a prepared folder."""
 HELD_OUT_FORMATS = {VALIDATION_TOKENS: "tokens for validation", TEST_TOKENS: "tokens for test"}
-"""The files of a prepared folder. All of a file of tokens with the second name is for evaluation."""
+"""What all of a file of tokens with such a name is for."""
 OWN_FORMAT = "own:"
 """In front of the name of a function of the user's, in place of a format."""
 OWN_SOURCE = f"{OWN_FORMAT}source "

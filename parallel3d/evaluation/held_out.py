@@ -66,7 +66,7 @@ class HeldOutDocuments:
             document for lane in range(self._lanes.num_lanes) for document in self._seen_documents_of(lane)
         )
 
-    def packed_text(self, part: Slice, by: Division | None, max_tokens: int | None) -> HeldOutText:
+    def packed_text(self, part: Literal["unseen", "all"], by: Division | None, max_tokens: int | None) -> HeldOutText:
         """The unseen documents or all, packed by group, of each at most `max_tokens` targets, in whole sequences."""
         seen = self.seen_documents if part == "unseen" else frozenset()
         order = [number for number in _order(self._corpus.validation, self._config) if number not in seen]

@@ -16,6 +16,8 @@ from parallel3d.monitor.trackers import TRACKERS, find_tracker
 
 END_WAIT_S = 60.0
 """Longest wait for trackers to send the rest, once the run has ended."""
+CHECK_WAIT_S = 300.0
+"""Longest wait for a tracker of the user's own to be loaded, which may import much."""
 
 
 def check_tracker(name: str) -> None:
@@ -26,7 +28,12 @@ def check_tracker(name: str) -> None:
         return
     command = command_line("track", ".", "--check", "--to", name)
     nothing = subprocess.DEVNULL
-    done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True)
+    try:
+        done = subprocess.run(
+            command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True, timeout=CHECK_WAIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"monitor.trackers: {name} was not loaded within {CHECK_WAIT_S:g} s") from None
     if done.returncode:
         why = done.stderr.strip() or f"can't be loaded (exit code {done.returncode})"
         raise UserError(f"monitor.trackers: {name}: {why}" if name not in why else why)

@@ -1,6 +1,5 @@
 """Checkpoints to and from a remote store: killed between any two operations, what is listed as complete is complete."""
 
-import errno
 import os
 import shutil
 import zlib
@@ -131,34 +130,6 @@ def test_three_retries_are_seen_and_no_credentials(tmp_path, address):
     assert complete_steps(address) == [1]
     assert not any(word in f"{lines} {caught.value} {events}" for word in (SECRET, "user:"))
     assert send(tmp_path, address)[0][-1]["step"] == 2
-
-
-class StoreError(Exception):
-    def __init__(self, code: object):
-        super().__init__(f"An error occurred: {SECRET}")
-        self.response = {"Error": {"Code": code, "Message": SECRET}}
-
-
-@pytest.mark.parametrize(
-    "secret",
-    [SECRET, "hf_abcdefghijklmnop", "password=0123456789", "sig=abc%2Fdef", "Bearer ya29.a0af-short", "s3://me:pw@host"],
-)
-def test_nothing_of_a_drivers_own_text_is_said(secret):
-    assert remote_files.problem_of(OSError(f"token {secret} was refused")) == "OSError"
-    assert remote_files.problem_of(StoreError(secret)) == "StoreError"
-    try:
-        try:
-            raise ConnectionResetError(errno.ECONNRESET, secret)
-        except OSError as cause:
-            raise ValueError(secret) from cause
-    except ValueError as error:
-        expected = "ValueError, by ConnectionResetError (Connection reset by peer)"
-        assert remote_files.problem_of(error) == expected
-
-
-def test_what_a_store_or_the_system_says_is_said():
-    assert remote_files.problem_of(StoreError("NoSuchBucket")) == "StoreError NoSuchBucket"
-    assert remote_files.problem_of(OSError(errno.ENOSPC, "of a driver")) == "OSError (No space left on device)"
 
 
 def test_an_upload_goes_on_with_the_files_that_are_missing(tmp_path, address):

@@ -60,41 +60,42 @@ def test_a_killed_worker_returns_and_changes_no_loss(tiny: Json) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-def test_an_error_in_the_users_file_is_one_message(tiny: Json, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch, parallel3d\n"
-        "class Block(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        return x.no_such_method()\n"
-        "def build(model):\n"
-        "    return parallel3d.ModelParts(block=lambda index: Block())\n"
-    )
+FORWARD = """import torch, parallel3d
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return x.no_such_method()
+"""
+BACKWARD = """import torch, parallel3d
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.no_such_method()
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return Twice.apply(x)
+"""
+BUILD = """def build(model):
+    return parallel3d.ModelParts(block=lambda index: Block())
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        (FORWARD, r"line 4, in forward \(return x.no_such_method\(\)\)"),
+        (BACKWARD, r"line 8, in backward \(return grad.no_such_method\(\)\)"),
+    ],
+    ids=["forward", "backward"],
+)
+def test_an_error_in_the_users_file_is_one_message(tiny: Json, tmp_path: Path, file: str, place: str) -> None:
+    (tmp_path / "mine.py").write_text(file + BUILD)
     tiny["model"]["module"] = f"{tmp_path / 'mine.py'}:build"
-    with pytest.raises(UserError, match=r"mine.py, line 4, in forward \(return x.no_such_method\(\)\): Attr") as caught:
+    with pytest.raises(UserError, match=rf"mine.py, {place}: AttributeError") as caught:
         parallel3d.train(tiny, quiet=True)
     assert "Traceback" not in str(caught.value)
-
-
-def test_an_error_in_the_users_backward_pass_names_its_line(tiny: Json, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch, parallel3d\n"
-        "class Twice(torch.autograd.Function):\n"
-        "    @staticmethod\n"
-        "    def forward(ctx, x):\n"
-        "        return 2 * x\n"
-        "    @staticmethod\n"
-        "    def backward(ctx, grad):\n"
-        "        return grad.no_such_method()\n"
-        "class Block(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        return Twice.apply(x)\n"
-        "def build(model):\n"
-        "    return parallel3d.ModelParts(block=lambda index: Block())\n"
-    )
-    tiny["model"]["module"] = f"{tmp_path / 'mine.py'}:build"
-    expected = r"model.module .*mine.py, line 8, in backward \(return grad.no_such_method\(\)\): AttributeError"
-    with pytest.raises(UserError, match=expected):
-        parallel3d.train(tiny, quiet=True)
 
 
 def test_a_rule_and_a_schedule_of_ones_own(tiny: Json, tmp_path: Path) -> None:

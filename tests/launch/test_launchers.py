@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.commands import train
 from tests.support.launch_runs import PATIENCE_S, STARTED, wait_for_change, wait_for_step
 from tests.support.member_processes import free_port
 
@@ -113,6 +114,21 @@ def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str)
     assert code == 0, out
     assert out.count("killed by SIGKILL") == len(CELLS[cell]) and out.count("final loss") == 1
     folder.check_run(name, CELLS[cell])
+
+
+def test_the_other_ranks_of_a_host_wait_for_the_one_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A launcher that saw them end first would kill the first one before it has spoken."""
+    waits: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", waits.append)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank, says_it, waited in (("0", True, []), ("1", False, [train.FIRST_RANK_S])):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert train.main(["--config", "quickstart", "run.num_steps=-1"]) == 2
+        assert ("run.num_steps" in capsys.readouterr().err, waits) == (says_it, waited)
 
 
 @pytest.mark.full

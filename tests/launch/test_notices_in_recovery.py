@@ -29,8 +29,8 @@ def membership(run):
 @pytest.mark.parametrize("phase", ["recovery_report", "recovery_groups", "recovery_moves", "recovery_confirm"])
 @pytest.mark.parametrize("noticed", [0, 1])
 def test_a_notice_in_each_phase_of_a_recovery_changes_no_bit(config_file, tmp_path, undisturbed, phase, noticed):
-    """Rank 1 holds the recovery up; the coordinator's host or its own gets a notice. One step is repeated at most, that
-    in which rank 2 was lost."""
+    """Rank 1 holds the recovery up; the coordinator's host or its own gets a notice. Both leave, and no step is
+    missing."""
     run = tmp_path / "noticed"
     stubs = start_ranks(config_file, run, FOUR, phase, 'elastic.notice={"signal": "USR1"}', hosts="abcd")
     wait_for_step(run, STRIKE_STEP + 2)

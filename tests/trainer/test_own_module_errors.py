@@ -91,7 +91,7 @@ def test_an_error_in_the_backward_pass_is_the_users(tmp_path: Path, parts: dict[
 
 
 def test_other_errors_of_a_run_with_own_layers_stay_what_they_are(tmp_path: Path) -> None:
-    """A connection that is lost, below a package's code or not, is no mistake in the user's file."""
+    """A lost connection is not the user's mistake, even if a package has raised the error."""
     scope = {"__name__": "package"}
     exec(compile("def fail(*_):\n    raise ConnectionError('lost')\n", str(tmp_path / "package.py"), "exec"), scope)
     with pytest.raises(ConnectionError), backward_errors_named("model.module mine.py:build"):
