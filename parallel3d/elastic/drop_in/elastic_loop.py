@@ -29,6 +29,7 @@ from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from parallel3d.elastic.drop_in.gradient_sums import GradientSums
@@ -40,6 +41,10 @@ from parallel3d.errors import UserError
 
 CURRENT: ContextVar[Session] = ContextVar("session")
 """The session of the worker that runs this script."""
+EARLY_UPDATE = (
+    "optimizer.step() within the inner loop of elastic.steps, where parameters have no gradients yet: call it once a "
+    "step, after the inner loop"
+)
 
 
 def current_session() -> Session:
@@ -70,8 +75,16 @@ class DataParallel(nn.Module):
         if not stateful:
             raise UserError("elastic.DataParallel(model, optimizer): workers that join need the optimizer's state, too")
         self.module = module
-        gradients = GradientSums(module.parameters(), exact=sums == "exact")
-        current_session().attach_model(gradients, (module, *stateful), loss)
+        gradients, session = GradientSums(module.parameters(), exact=sums == "exact"), current_session()
+        session.attach_model(gradients, (module, *stateful), loss)
+
+        def before_update(*_: Any) -> None:  # of a closure in a plain loop, the backward pass is yet to come
+            if gradients.is_slot_open and session.order.batch_size is not None:
+                raise UserError(EARLY_UPDATE)
+
+        for each in stateful:
+            if isinstance(each, Optimizer):
+                each.register_step_pre_hook(before_update)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

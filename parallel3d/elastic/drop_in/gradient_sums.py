@@ -96,6 +96,12 @@ SPARSE = (
     "a parameter has a sparse gradient, and elastic sums are dense: make the layer without sparse=True "
     "(nn.Embedding, nn.EmbeddingBag), and use an optimizer for dense gradients"
 )
+ONE_PASS = (
+    "an elastic step takes one backward pass for each batch: add the losses and call backward() once, use an optimizer "
+    "that calls no closure several times (as LBFGS and SAM do), and use_reentrant=False in torch.utils.checkpoint"
+)
+OUTSIDE = f"backward() outside of an elastic step, or after its batch was done, would lose these gradients; {ONE_PASS}"
+TOO_LATE = f"a parameter has another gradient after its sum was sent to the other workers; {ONE_PASS}"
 
 
 class GradientSums:
@@ -114,7 +120,7 @@ class GradientSums:
         self._group: Group | None = None
         self._next = 0
         """The first bucket whose reduction has not begun; None of them begins before the one before it."""
-        self._is_last_slot = False
+        self.is_slot_open = False
         self.on_gradient: Callable[[], None] = lambda: None
         """Called within the backward pass, once for each gradient."""
         for parameter in self.parameters:
@@ -143,14 +149,14 @@ class GradientSums:
     def begin_slot(self, weight: float, group: Group | None) -> None:
         """Takes the gradients of the next backward passes times `weight`; 0: leaves them out. `group`: this is the last
         slot, so that the reduction over it begins with the first bucket that is complete."""
-        self._weight = weight
+        self._weight, self.is_slot_open = weight, True
         self._group = None if self.exact else group
         for bucket in self._buckets:
             bucket.waits_for = set(bucket.parameters)
 
     def end_slot(self) -> None:
         """Ends a slot, all of whose backward passes are over."""
-        self._weight = 0.0
+        self._weight, self.is_slot_open = 0.0, False
         if not self.exact:
             return
         for bucket in self._buckets:
@@ -209,11 +215,15 @@ class GradientSums:
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        """Adds a parameter's new gradient to the own sums."""
+        """Adds a parameter's new gradient to the own sums. Raises UserError if these would not reach the step."""
+        if not self.is_slot_open:
+            raise UserError(OUTSIDE)
         gradient, parameter.grad = parameter.grad, None
         bucket = self._bucket_of[parameter]
         if gradient is not None and gradient.layout != torch.strided:
             raise UserError(SPARSE)
+        if bucket.in_flight is not None:
+            raise UserError(TOO_LATE)
         if self._weight and gradient is not None:
             add = bucket.keep if self._group else bucket.add  # a worker's last slot may be its only one
             add(parameter, gradient, self._weight)
