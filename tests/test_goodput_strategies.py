@@ -249,7 +249,7 @@ def test_what_a_scenario_says_of_its_strategies():
     ]
     elastic = [each for each in strategies if isinstance(each, ElasticStrategy)]
     assert {each.pause_s for each in elastic} == {0.368 + 10.0 / 2} and {each.join_pause_s for each in elastic} == {
-        0.232
+        0.657
     }
     assert [each.returns_after_s for each in elastic] == [None, 1200.0, None, 40.0, 1200.0]
     assert [len(each.speeds) for each in elastic] == [0, 0, 2, 2, 2]

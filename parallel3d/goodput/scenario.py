@@ -93,9 +93,8 @@ class RecoveriesSection(Section):
     with 20M parameters a stage on 2 CPU cores. No cluster was measured."""
     step_s: Seconds = 10.0
     """Seconds of a training step; half of one is computed again after a failure. An assumption."""
-    join_pause_s: Seconds = 0.232
-    """Seconds for which a return stops the others: docs/results.md, "How long a join takes", 10 ranks
-    with 5M parameters a stage."""
+    join_pause_s: Seconds = 0.657
+    """Seconds for which a return stops the others: docs/results.md, "How long a join takes", of the same model."""
     save_interval_s: PositiveSeconds = 86_400.0
     """Seconds between two checkpoints, which are needed only if all replicas of a stage are lost; each costs
     restarts.save_s."""
