@@ -58,6 +58,8 @@ class StepReporter:
         self._slow_workers = SlowWorkers(rank)
         self._waited_s = 0.0
         """Seconds of waiting for data before the current step."""
+        self._attempts = (0, 0)
+        """The step that was begun last, and how often this rank has begun it: a loss interrupts it."""
         self._planned_bubble: float | None = None
         self._kept_steps: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_STEPS)
         """The newest steps' records: a leader may be lost with those that have not left its host."""
@@ -98,6 +100,8 @@ class StepReporter:
 
     def begin_step(self) -> None:
         self._waited_s = self._data_wait_s()
+        step, attempts = self._rank.state.iteration + 1, self._attempts
+        self._attempts = (step, attempts[1] + 1 if attempts[0] == step else 1)
 
     def end_step(self, report: StepReport, tokens: range) -> None:
         """Records and publishes a step; `tokens` are those that it consumed from the lanes."""
@@ -115,7 +119,9 @@ class StepReporter:
             self.notices(describe_begun_stages(config.data.blend, report.entry.iteration, tokens))
         for record in self._slow_workers.end_step(report):
             self._publish_as_leader(record)
-        self._publish_step(report.entry, self._times(report))
+        num_attempts = self._attempts[1]
+        repeated = {"num_attempts": num_attempts} if num_attempts > 1 else {}
+        self._publish_step(report.entry, {**self._times(report), **repeated})
 
     def begin_evaluation(self) -> None:
         self._publish_as_leader({"kind": "evaluating", "step": self._rank.state.iteration})

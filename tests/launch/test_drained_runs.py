@@ -52,6 +52,7 @@ def test_a_replica_leaves_by_a_command_and_another_worker_joins(config_file, tmp
     assert code == 0 and finish(guest)[0] == 0, out
     wait_for_change(run, 3)
     losses, out = stop_after(process, run, 3)
+    assert not any("num_attempts" in line for line in metrics(run)), "a step was begun twice"
     assert [change["live"] for change in changes(run)] == [3, 4, 3]
     assert "stage=1,replica=1 by command: rank 3 (pp1 dp1 tp0) leaves" in out
     process = start("--config", config_file, *SETTINGS, f"run.directory={undisturbed}")

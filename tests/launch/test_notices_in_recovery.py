@@ -47,4 +47,6 @@ def test_a_notice_in_each_phase_of_a_recovery_changes_no_bit(config_file, tmp_pa
     assert sorted(gone) == sorted([LOST, noticed]) and not any(change["joined"] for change in changes), changes
     assert [line["step"] for line in metrics(run)] == list(range(1, NUM_STEPS + 1))
     assert losses(run) == undisturbed(config_file)
+    attempts = [line["num_attempts"] for line in metrics(run) if "num_attempts" in line]
+    assert attempts in ([], [2]), "only the step of the loss may have been begun twice"
     assert count_events(run, "preemption") == 1

@@ -54,6 +54,7 @@ def test_spot_machines_come_and_go(start, tmp_path_factory, text):
     assert sorted(each["rank"] for change in changes for each in change["who"]) == sorted(victims)
     assert sum(len(change["joined"]) for change in changes) == NUM_NOTICES
     assert not any("lost" in change["why"] for change in changes), "a worker was lost, not drained"
+    assert run.repeated_steps() == []
     with network_of(1) as network:  # exact sums: one rank makes the same run
         folder = tmp_path_factory.mktemp("undisturbed")
         undisturbed = stop(NetworkRun(network, folder, launcher="variables", text=text, **SETTINGS), len(losses))

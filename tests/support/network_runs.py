@@ -137,6 +137,9 @@ class NetworkRun:
     def steps(self) -> list[int]:
         return [line["step"] for line in self._step_lines()]
 
+    def repeated_steps(self) -> list[int]:
+        return [line["step"] for line in self._step_lines() if "num_attempts" in line]
+
     def losses(self) -> list[float]:
         return [line["loss"] for line in self._step_lines()]
 

@@ -27,6 +27,11 @@ def count_iterations(config, faults):
     return run(config, faults, watch=watch), started
 
 
+def attempts_of(done):
+    """By step, how often the leader has computed it, as its record says."""
+    return {step: record["num_attempts"] for step, record in done.steps.items() if "num_attempts" in record}
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["forward", "all_reduce", "update", "evaluate"])
 @pytest.mark.parametrize("layout, rank", [("pp2-dp2-tp2", 5), ("pp3-dp2", 2), ("pp2-dp4", 0)])
@@ -37,7 +42,7 @@ def test_a_drain_costs_no_step(layout, rank, phase):
     done, started = count_iterations(config, [kill_fault(rank, phase, kind="term")])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout, 4))
-    assert len(started) == len(set(started))
+    assert len(started) == len(set(started)) and attempts_of(done) == {}
     assert [step for number, step in started if number == rank] == [1, 2, 3]
 
 
@@ -51,6 +56,7 @@ def test_a_death_costs_at_most_the_step_it_happens_in(phase):
         assert repeated == ({STEP} if phase in EARLY else set())
     assert repeated <= {STEP}
     assert max(started.count(each) for each in started) <= 2
+    assert attempts_of(done) == {step: 2 for step in repeated if started.count((0, step)) == 2}
     assert_same_run(done, undisturbed("pp2-dp4"))
 
 
