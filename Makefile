@@ -17,8 +17,8 @@ demo: $(VENV)/.ok
 test: lint  # every axis once, in five to ten minutes on two cores
 	$(PYTEST) -n $(WORKERS) --tier quick
 
-test-rest: lint  # more rows and the longer tests: the second half of CI
-	$(PYTEST) -n $(WORKERS) --tier rest
+test-rest: lint  # more rows and the longer tests: the second half of CI; MINUTES=30: what can be begun in that time
+	$(PYTEST) --no-loadscope-reorder -n $(WORKERS) --tier rest $(if $(MINUTES),--minutes $(MINUTES))
 
 test-clients: $(CLIENTS)/.ok  # with the real libraries of trackers and lm_eval, which the other tests skip
 	$(CLIENTS)/bin/python -m pytest tests/monitor/test_trackers.py tests/door/test_tracked_runs.py \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -17,6 +18,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 QUICK_EXAMPLES, REST_EXAMPLES = 10, 50
+STARTED = time.monotonic()
+TOO_LATE = "not run: --minutes were over"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="full",
         help="quick: every axis once; rest: more of what quick leaves out; full: everything (the default)",
     )
+    parser.addoption("--minutes", type=float, help="start no test later than this; the others are skipped and counted")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,8 +49,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tier == "rest":
         again = {item for item in quick if is_hypothesis_test(getattr(item, "obj", None))}
         chosen = (_chosen(items, wider=True) - quick) | again
+        slow_files = {item.path for item in chosen if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow_files)  # what --minutes leaves out are rows of tables
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - STARTED > 60.0 * minutes:
+        pytest.skip(TOO_LATE)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests `--minutes` has left out."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if TOO_LATE in str(report.longrepr)]
+    if skipped:
+        minutes = terminalreporter.config.getoption("--minutes")
+        terminalreporter.line(f"{len(skipped)} tests were not run: the {minutes:g} minutes of --minutes were over")
 
 
 def pytest_collection_finish() -> None:

@@ -35,7 +35,7 @@ def row(table: str, name: str) -> list[str]:
 
 def test_help_without_torch():
     code = "import sys; from benchmarks import cpu; assert 'torch' not in sys.modules; cpu.main(['--help'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "--rounds" in done.stdout, done.stderr
 
 
@@ -51,7 +51,7 @@ def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
 
 def test_the_control_plane_of_many_workers_starts_and_survives_and_takes_them_back():
     command = [sys.executable, "benchmarks/scale.py", "--workers", "64", "--batch", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=6000)
     assert done.returncode == 0, done.stderr
     parts = [line.split()[2] for line in done.stdout.splitlines()[1:]]
     assert parts == ["start", "loss", "groups", "regroup", "offer", "join", "takeover"]
@@ -174,7 +174,7 @@ def test_the_benchmark_of_checkpoints(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint.py"), *small.split(), "--out", str(out)]
     (tmp_path / "disk").mkdir()
     done = subprocess.run(
-        [*command, "--directory", str(tmp_path / "disk")], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*command, "--directory", str(tmp_path / "disk")], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())
@@ -187,7 +187,7 @@ def test_the_benchmark_of_sources(tmp_path):
     """Tokens of a megabyte are prepared, indexed and read; nothing is left in the folder."""
     small = "--kinds tokens --size-mb 1 --prepare-mb 1 --seconds 0.01"
     command = [sys.executable, str(ROOT / "benchmarks" / "sources.py"), *small.split(), "--directory", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert float(row(done.stdout, "tokens")[3].split()[0]) > 10  # MB at the peak
     assert not list(tmp_path.iterdir())
@@ -198,7 +198,7 @@ def test_the_benchmark_of_generation():
     """Both write the same text."""
     small = "--width 128 --layers 1 --turns 2 --threads 1"
     command = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), *small.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 texts are equal" in done.stdout
 

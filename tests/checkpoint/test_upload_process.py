@@ -66,7 +66,7 @@ def complete(store):
     return [folder.step for folder, _ in RemoteDirectory(f"file://{store}").complete()]
 
 
-def wait_until(holds, what, timeout=100):
+def wait_until(holds, what, timeout=300):
     deadline = time.monotonic() + timeout
     while not holds():
         assert time.monotonic() < deadline, f"{what} never came"

@@ -187,7 +187,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kind):
     texts = [text[number % 2000 :] + text[: number % 2000] for number in range(120_000)]
     path = write_table(path_of(tmp_path, kind), texts, kind, batch_rows=10**6)
     command = [sys.executable, "-c", SCAN, str(path), str(tmp_path / "unpacked")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     total, grown_kib = map(int, done.stdout.split())
     assert total == 240_000_000

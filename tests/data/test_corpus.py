@@ -296,16 +296,16 @@ def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(sour
     results = context.Queue()
     first = context.Process(target=_build_and_hang, args=(source, tmp_path / "cache", results))
     first.start()
-    assert results.get(timeout=20) == "building"
+    assert results.get(timeout=300) == "building"
     others = [context.Process(target=_build, args=(source, tmp_path / "cache", results)) for _ in range(3)]
     for process in others:
         process.start()
-    waiting = [results.get(timeout=20) for _ in others]
+    waiting = [results.get(timeout=300) for _ in others]
     assert waiting == ["waiting"] * 3
     first.kill()
-    reports = [results.get(timeout=20) for _ in others]
+    reports = [results.get(timeout=300) for _ in others]
     for process in [first, *others]:
-        process.join(timeout=20)
+        process.join(timeout=300)
     assert [process.exitcode for process in others] == [0, 0, 0]
     assert sum(built for built, _ in reports) == 1
     assert len({fingerprint for _, fingerprint in reports}) == 1

@@ -214,7 +214,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 def test_it_starts_no_threads_and_survives_a_fork(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != module.PARALLELISM}
     command = [sys.executable, "-c", FORKS, str(write_folder(tmp_path))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

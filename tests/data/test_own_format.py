@@ -155,5 +155,5 @@ def test_an_entry_point_names_one(folder: Path) -> None:
         "print(*texts_of(open_own(Path('.').resolve(), {}, 'notes')), sep='\\n')\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "site")])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines() == [*ENTRIES, "one note", "another note"], done.stderr

@@ -54,7 +54,7 @@ def at(offset):
 
 def settle(prefetcher):
     """Waits until the thread has nothing left to do."""
-    prefetcher._workers[0].thread.submit(lambda: None).result(timeout=10)
+    prefetcher._workers[0].thread.submit(lambda: None).result(timeout=300)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

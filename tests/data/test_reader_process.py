@@ -95,7 +95,7 @@ def test_another_goes_on_where_one_was_killed(make, tmp_path):
     wait_for((tmp_path / f"reading-7-{first}").exists)
     os.kill(first, signal.SIGKILL)
     (tmp_path / "hold").unlink()
-    reading.join(timeout=60)
+    reading.join(timeout=300)
     (tokens, (offset, second, _)) = done[0]
     assert tokens.tolist() == [7, 8, 9, 10, 11] and offset == 8 and second != first
     os.kill(second, signal.SIGKILL)
@@ -175,7 +175,7 @@ process.read(1, (0, 0, 0), 1)
     os.kill(child, signal.SIGTERM)
     assert is_alive(child)
     worker.kill()
-    worker.wait(timeout=60)
+    worker.wait(timeout=300)
     (tmp_path / "hold").unlink()
     wait_for(lambda: not is_alive(child))
 
@@ -192,7 +192,7 @@ def test_processes_read_ahead_of_the_step(tmp_path):
             assert tokens[0] == lane and cursors[lane][0] == 8 * (step + 1)
             pids.add(cursors[lane][1])
         for ahead in prefetcher._workers:  # the device computes
-            ahead.thread.submit(lambda: None).result(timeout=60)
+            ahead.thread.submit(lambda: None).result(timeout=300)
     assert (prefetcher.num_ready, prefetcher.num_waited, prefetcher.num_direct) == (9, 0, 3)
     assert pids == {os.getpid(), *(helper.pid for helper in reader_processes)}
     prefetcher.close()

@@ -49,7 +49,7 @@ class SharedStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         with self._came:
-            assert self._came.wait_for(lambda: all(key in self.values for key in keys), 20)
+            assert self._came.wait_for(lambda: all(key in self.values for key in keys), 300)
 
 
 @pytest.mark.parametrize("hostname, num_address_bytes", [("127.0.0.1", 16), ("::1", 28)])

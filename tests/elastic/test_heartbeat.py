@@ -168,7 +168,7 @@ def test_a_heartbeat_is_read_by_another_process():
         time.sleep(60)
         os._exit(0)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while (seen := read_heartbeat(page.slot(1))).num_instructions < 104:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -192,7 +192,7 @@ def test_the_kernel_says_who_is_stopped():
     try:
         assert not is_stopped(sleeper.pid)
         sleeper.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not is_stopped(sleeper.pid):
             assert time.monotonic() < deadline
     finally:

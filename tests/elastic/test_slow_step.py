@@ -108,5 +108,5 @@ def test_waits_of_other_threads_are_not_its_own():
     worker_status = WorkerStatusTracker()
     thread = Thread(target=worker_status.on_wait, args=(Wait("", (1,)),))
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=300)
     assert not worker_status.report()["is_waiting"]

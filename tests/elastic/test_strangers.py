@@ -41,7 +41,7 @@ def in_thread(function):
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     yield
-    thread.join(timeout=10)
+    thread.join(timeout=300)
     assert not thread.is_alive()
 
 

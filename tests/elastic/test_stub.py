@@ -12,7 +12,7 @@ from tests.support.early_request import ANSWERED, COLLECTED, ENDED, EXIT_CODE
 
 def run_stub(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "tests.support.early_request", *arguments]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
     return ended.returncode, ended.stderr
 
 

@@ -70,7 +70,7 @@ def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None
     }
     (tmp_path / "a.json").write_text(json.dumps(config))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     *found, has_torch, warnings = json.loads(done.stdout)
     assert found == [0.125, "ademamix", 0.5, "eager-1f1b", "starcoder2"] and not has_torch
@@ -103,7 +103,7 @@ class Watch(parallel3d.Callback):
 
 def run_in(environment: dict[str, str], *command: object) -> str:
     words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

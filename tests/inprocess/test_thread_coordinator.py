@@ -72,7 +72,7 @@ def test_a_death_ends_the_generation_of_the_others_at_once():
         pending = join(membership, rank)
         if rank == 1:
             raise RankDied("rank 1 dies")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 300
         while not pending.token.aborted and time.monotonic() < deadline:
             time.sleep(0.001)
         with pytest.raises(GenerationEnded, match="lost rank 1: killed"):

@@ -26,7 +26,7 @@ def processes_of(run: Path) -> list[str]:
 
 
 def wait_until_gone(run: Path, but: int = 0) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while len(left := processes_of(run)) > but:
         assert time.monotonic() < deadline, f"left: {left}"
         time.sleep(0.05)

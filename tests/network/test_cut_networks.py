@@ -167,7 +167,7 @@ def test_a_host_that_was_frozen_ends_itself(start, undisturbed, host):
     frozen = run.network.hosts[host - 1].pids()
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not run.changes():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -18,7 +18,7 @@ def test_a_joiner_behind_a_narrow_line_stays_out(start):
     assert run.wait_for_change(1)["live"] == 2
     run.network.weather = NARROW
     run.join(2)
-    assert run.processes[2].wait(timeout=120) == 2
+    assert run.processes[2].wait(timeout=300) == 2
     run.wait_for_step(len(run.steps()) + 5)
     for process in run.processes[:2]:
         process.send_signal(signal.SIGINT)

@@ -137,7 +137,7 @@ def test_torchruns_end_without_the_store_of_their_rendezvous(start, tmp_path, ce
     run.wait_for_step(5)
     cell.trouble(run, cell.host)
     others = range(1, cell.num_hosts)
-    assert [run.processes[other].wait(timeout=120) for other in others] == [1 for _ in others]
+    assert [run.processes[other].wait(timeout=300) for other in others] == [1 for _ in others]
     ended = run.end()
     assert codes(ended) == [4 if cell.trouble is deafen else -signal.SIGKILL] + [128 + signal.SIGTERM for _ in others]
     assert run.steps() == list(range(1, len(run.steps()) + 1))

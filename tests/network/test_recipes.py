@@ -69,7 +69,7 @@ class Cluster:
     def _kill(self) -> list[str]:
         for host in self.network.hosts:
             host.kill_all()
-        return [process.communicate(timeout=20)[0] for process in self.processes.values()]
+        return [process.communicate(timeout=300)[0] for process in self.processes.values()]
 
 
 MakeCluster = Callable[..., Cluster]

@@ -133,7 +133,7 @@ def test_the_end_of_a_generation_aborts_once_and_is_busy_until_that_is_done(nccl
         with pytest.raises(GenerationEnded, match="rank 4 was killed"):
             call()
     may_end.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while group.is_busy and time.monotonic() < deadline:
         time.sleep(0.001)
     assert not group.is_busy
@@ -165,7 +165,7 @@ def test_each_thread_of_a_group_takes_its_device_first(nccl):
     aborted.abort()
     closed.close()
     expected = {"build-generation3/dp", "abort-generation3/dp", "close-generation3/dp"}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while {name for name, _ in SET} != expected and time.monotonic() < deadline:
         time.sleep(0.001)
     assert {name for name, _ in SET} == expected

@@ -44,7 +44,7 @@ def assert_abort_wakes(token, thread, result):
     running = threads_of_links()
     started = time.monotonic()
     token.abort("replica (0, 1) died")
-    thread.join(timeout=30)
+    thread.join(timeout=300)
     (error,) = result
     assert isinstance(error, GenerationEnded) and str(error) == "replica (0, 1) died"
     until(lambda: len(threads_of_links()) <= len(running) - 2)  # the listener's and the connection's

@@ -24,7 +24,7 @@ def test_messages_come_in_the_order_of_the_sends(connect):
     thread, result = in_thread(lambda: [one.send(1, *each) for each in sent])
     for header, tensor in sent:
         assert torch.equal(two.receive(0, header), tensor)
-    thread.join(timeout=5)
+    thread.join(timeout=300)
     assert result == [None]
 
 
@@ -100,7 +100,7 @@ def test_a_sender_waits_while_its_slots_are_full_and_goes_on_when_one_is_read(co
     assert len(sent) == stuck_at + 1
     for number in range(1, num_messages):
         two.receive(0, message(number, big)[0])
-    thread.join(timeout=5)
+    thread.join(timeout=300)
     assert result == [None] and len(sent) == num_messages
 
 
@@ -126,7 +126,7 @@ def test_unbounded_messages_fill_the_slots_of_bounded_ones(connect):
     assert thread.is_alive()
     for number in range(6):
         two.receive(0, message(number, big)[0])
-    thread.join(timeout=5)
+    thread.join(timeout=300)
     assert result == [None]
 
 

@@ -26,7 +26,7 @@ CONFIG = {
 def run_script(folder, *arguments):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     command = [sys.executable, str(SCRIPT), "--config", "config.json", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow

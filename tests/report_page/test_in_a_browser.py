@@ -54,7 +54,7 @@ def opened(tmp_path, page):
         ["chromium", *FLAGS, *ONCE, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert 'id="found"' in done.stdout, done.stderr
     return json.loads(done.stdout.split('id="found">')[1].split("</pre>")[0].replace("&lt;", "<").replace("&gt;", ">"))

@@ -273,5 +273,5 @@ def test_the_page_is_served_to_this_machine_alone_and_again_when_it_changes(tmp_
 
 
 def fetch(address, headers=None):
-    with urllib.request.urlopen(urllib.request.Request(address, headers=headers or {}), timeout=30) as answer:
+    with urllib.request.urlopen(urllib.request.Request(address, headers=headers or {}), timeout=300) as answer:
         return answer.read().decode()

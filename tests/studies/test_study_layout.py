@@ -41,11 +41,11 @@ def stop_after_its_first_run(folder: Path) -> str:
     try:
         wait_for(lambda: saved_runs(folder), "the first run")
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=120) == 130
+        assert process.wait(timeout=300) == 130
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=60)
+            process.wait(timeout=300)
     [name] = saved_runs(folder)
     assert not (folder / "result.json").exists()
     return name

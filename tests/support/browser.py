@@ -42,7 +42,7 @@ class Browser:
 
     def __exit__(self, *error):
         self._process.kill()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=300)
         os.close(self._commands)
         os.close(self._answers)
 

@@ -52,7 +52,7 @@ def last_words(process, folder, stacks_s=3.0):
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=stacks_s)
     process.kill()  # all that it has started ends with it
-    words = "\n".join(filter(None, process.communicate(timeout=60)))
+    words = "\n".join(filter(None, process.communicate(timeout=300)))
     logs = sorted(folder.rglob("*.log"))
     return "\n".join([words[-LAST_CHARACTERS:], *(f"{log.name}:\n{_end(log)}" for log in logs)])
 
@@ -95,7 +95,7 @@ def _wait_for(condition, run, what, timeout, *, pause_s):
 
 def _output(process):
     is_unread = process.stdout is not None and not process.stdout.closed
-    words = "\n".join(filter(None, process.communicate(timeout=60))) if is_unread else ""
+    words = "\n".join(filter(None, process.communicate(timeout=300))) if is_unread else ""
     return f"ended with code {process.returncode}\n{words[-LAST_CHARACTERS:]}"
 
 

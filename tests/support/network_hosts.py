@@ -137,6 +137,6 @@ def _start_host(number: int) -> Host:
         theirs.close()
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
         if not descriptors:
-            _, error = holder.communicate(timeout=20)
+            _, error = holder.communicate(timeout=300)
             raise OSError(error.decode().strip().splitlines()[-1] if error else "the holder has ended")
     return Host(number=number, name=name, address=address, holder=holder, packets=descriptors[0])

@@ -82,7 +82,7 @@ class NetworkRun:
         host = self.network.hosts[number]
         command = [*_command("variables", self.network, host, self._config), "--join"]
         plain = _environment("torchrun", self.network, host)
-        self.processes[number].communicate(timeout=20)
+        self.processes[number].communicate(timeout=300)
         self.processes[number] = host.popen(command, env=plain)
 
     def wait_for_step(self, step: int) -> None:
@@ -112,7 +112,7 @@ class NetworkRun:
         if self._is_torchrun:
             for host in self.network.hosts:
                 host.kill_all()
-        outs = [process.communicate(timeout=20)[0] for process in self.processes]
+        outs = [process.communicate(timeout=300)[0] for process in self.processes]
         ended = [Ended(code=self._code(number), out=out) for number, out in enumerate(outs)]
         pattern = OWN_FRAME if self._is_torchrun else re.compile("Traceback")
         assert not any(map(pattern.search, outs)), "\n".join(outs)
@@ -174,7 +174,7 @@ class NetworkRun:
         """What a person would look at: how processes have ended, and what the run has recorded last."""
         codes = [process.poll() for process in self.processes]
         outs = [
-            f"host {number} ended with {process.returncode}: {process.communicate(timeout=10)[0]}"
+            f"host {number} ended with {process.returncode}: {process.communicate(timeout=300)[0]}"
             for number, process in enumerate(self.processes)
             if process.poll() is not None
         ]
@@ -182,7 +182,7 @@ class NetworkRun:
         return "\n".join([f"exit codes: {codes}", *outs, *events, *self._metrics().splitlines()[-1:]])
 
     def _outputs(self) -> Sequence[str]:
-        return [process.communicate(timeout=10)[0] for process in self.processes]
+        return [process.communicate(timeout=300)[0] for process in self.processes]
 
 
 def _writes_to(pid: int, log: Path) -> bool:

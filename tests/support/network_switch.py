@@ -70,7 +70,7 @@ class SwitchProcess:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=300)
 
 
 class _Switch:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 def pids(directory: Path) -> list[int]:

@@ -91,7 +91,7 @@ class StruckWorld:
 
     def left_behind(self) -> list[str]:
         """Processes of the run that are still there after a moment."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (left := self.pids()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [f"{pid} {name}" for pid, name in left.items()]

@@ -135,3 +135,15 @@ def test_what_each_tier_runs_of_tables(tmp_path: Path):
     assert len(rest["test_some"]) <= 6
     assert len(quick["test_seeds"] | rest["test_seeds"]) == 5
     assert {name: len(rows) for name, rows in full.items()}["test_long_seeds"] == 9
+
+
+@pytest.mark.full
+def test_what_a_limited_time_leaves_out_is_counted(tmp_path: Path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *  # noqa: F403\n")
+    (tmp_path / "test_tables.py").write_text(TABLES)
+    path = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "pytest", "--tier", "quick", "-p", "no:cacheprovider", "--minutes"]
+    for minutes, expected in (("0", "tests were not run: the 0 minutes of --minutes were over"), ("60", " passed, ")):
+        done = subprocess.run([*command, minutes, "."], cwd=tmp_path, env=path, text=True, capture_output=True)
+        assert done.returncode == 0 and expected in done.stdout, done.stdout
+        assert ("were not run" in done.stdout) == (minutes == "0")

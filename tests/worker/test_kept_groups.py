@@ -47,7 +47,7 @@ class Controls:
         header = {"op": "compare", "key": key, "size": num_workers, "numbers": list(states)}
         with self._came:
             self.store.handle(SimpleNamespace(rank=rank), {**header, "states": list(states.values())}, b"")
-            assert self._came.wait_for(lambda: rank in self._answers, 20)
+            assert self._came.wait_for(lambda: rank in self._answers, 300)
         return self._answers[rank]
 
     def _answer(self, connections, header, payload):
