@@ -87,7 +87,7 @@ def their_texts(folder):
     return found
 
 
-@pytest.mark.each_value(rest=12)
+@pytest.mark.each_value(rest=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_and_their_perplexity_are_transformers(folders, name, layout):
@@ -102,7 +102,7 @@ def test_the_tokens_and_their_perplexity_are_transformers(folders, name, layout)
         assert {text.reason for text in ours} == {"length"}
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(rest=4)
 @pytest.mark.parametrize("layout", ["tp1", "tp2.pp2"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_with_a_cache_are_those_without(folders, name, layout, monkeypatch):

@@ -23,6 +23,7 @@ from tests.support.protocol_world import DEAD, SPARE, Violation, Worker, World, 
 TP2 = uniform(1, 2, tp=2)  # replica 0 = 0 1, replica 1 = 2 3
 
 
+@pytest.mark.sample(1, rest=4)
 @pytest.mark.parametrize(
     ("grid", "num_iterations", "faults", "zero_stage"),
     [

@@ -44,7 +44,7 @@ class NotesPhases(TakeoverModel):
         return super()._take_over(world, keeps_frames=keeps_frames, late=late)
 
 
-@pytest.mark.sample(1, rest=6)
+@pytest.mark.sample(1, rest=3)
 @pytest.mark.parametrize(
     ("grid", "num_iterations", "faults", "min_worlds"),
     [

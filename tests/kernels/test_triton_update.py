@@ -154,7 +154,7 @@ def test_pieces_have_the_indices_of_the_share(sharding, tp_size):
 
 
 @on_host
-@pytest.mark.sample(4, rest=8)
+@pytest.mark.sample(4, rest=0)
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("policy", ["bf16_sr", "bf16_pure"])
 @pytest.mark.parametrize("tp_size, dp_size, backups", [(1, 1, 0), (2, 1, 0), (4, 1, 0), (2, 3, 1)])

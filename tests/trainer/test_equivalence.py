@@ -14,7 +14,7 @@ from tests.support.cells import run_cell
 from tests.support.gloo_cells import load_gloo_cell
 
 
-@pytest.mark.each_value(rest=30)
+@pytest.mark.each_value(rest=16)
 @pytest.mark.parametrize(
     "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.transport == "gloo" else []) for c in CELLS]
 )

@@ -79,7 +79,7 @@ THIRD_DEATHS: dict[str, tuple[Config, int, int, str]] = {
 """Configurations, who dies first, who dies while a worker joins in its place, and in which phase."""
 
 
-@pytest.mark.sample(2, rest=12)
+@pytest.mark.sample(2, rest=6)
 @pytest.mark.parametrize("name", THIRD_DEATHS)
 def test_more_deaths_while_a_worker_joins(name: str):
     """As above: of those that send ranges and not the train state, on another stage than the source, and otherwise."""

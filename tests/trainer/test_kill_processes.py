@@ -32,7 +32,7 @@ def kill_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.mark.sample(1, rest=22)
+@pytest.mark.sample(1, rest=14)
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(cell, id=cell.name, marks=[] if cell == EVERY_KIND else pytest.mark.full) for cell in CELLS],
