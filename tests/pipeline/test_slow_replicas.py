@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from math import exp, sqrt
 
 import pytest
 from hypothesis import given, settings
@@ -47,6 +48,21 @@ def test_noise_is_not_slowness(num_stages: int, width: int, seed: int):
     for step in range(1_000):
         speeds = speeds.after({replica: noise.lognormvariate(0, 0.1) for replica in stages})
         assert speeds.of_grid(grid) == (), step
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("correlation", "most"), [(0.5, 5), (0.8, 50), (0.9, 50), (0.95, 50)])
+def test_noise_that_lasts_changes_the_plan_seldom(correlation: float, most: int, seed: int):
+    """Four equal replicas, each off by 10 % for some steps: a plan in 20 steps at most, and the routes come back."""
+    noise, speeds, changes, last = random.Random(seed), ReplicaSpeeds(), 0, None
+    states = [noise.gauss(0, 1) for _ in STAGE]
+    for _ in range(1_000):
+        states = [correlation * each + sqrt(1 - correlation**2) * noise.gauss(0, 1) for each in states]
+        speeds = speeds.after({replica: exp(0.1 * each) for replica, each in zip(STAGE, states)})
+        changes, last = changes + (last is not None and speeds.slowness != last), speeds.slowness
+    assert (correlation < 0.8 or changes >= 1) and changes <= most
+    assert after(speeds, WINDOW + HOLD, 1, 1, 1, 1).of_grid(((0, 1, 2, 3),)) == ()
 
 
 @pytest.mark.each_value
