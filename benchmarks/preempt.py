@@ -208,7 +208,8 @@ def describe(lines: list[dict[str, Any]], left_s: list[float], undisturbed: list
     yield f"{len(left_s)} hosts were taken away, {num_back} came; workers at the end: {num_live}"
     yield f"a host with a notice was empty after {median(left_s)} s; a change paused the run for {median(pauses)} s"
     is_whole = numbers == list(range(1, len(undisturbed) + 1))
-    yield f"steps: {len(numbers)}, each once: {is_whole}; changes by a loss: {num_lost}"
+    num_twice = sum("num_attempts" in line for line in steps)
+    yield f"steps: {len(numbers)}, each once: {is_whole}, begun twice: {num_twice}; changes by a loss: {num_lost}"
     yield f"losses that are one process's bit for bit: {num_equal} of {len(undisturbed)}; the last {losses[-1]:.4f}"
 
 

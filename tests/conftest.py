@@ -22,6 +22,14 @@ STARTED = time.monotonic()
 TOO_LATE = "not run: --minutes were over"
 
 
+def _priority() -> tuple[int, int]:
+    policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
+    return policy, os.getpriority(os.PRIO_PROCESS, 0)
+
+
+PRIORITY = _priority()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tier",
@@ -59,6 +67,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - STARTED > 60.0 * minutes:
         pytest.skip(TOO_LATE)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fails a test that has changed this process's priority: all that follow would crawl beside other workers'."""
+    assert _priority() == PRIORITY, f"{item.nodeid} has left this process with another priority"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

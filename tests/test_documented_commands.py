@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from parallel3d.child_process import command_line
 from parallel3d.commands.main import run
 from parallel3d.commands.parsers import parse
 from tests.support.documented_commands import DOCUMENTED, SHORT_RUN
@@ -135,13 +137,16 @@ def run_as_printed(each: DocumentedCommand, folder: Path, capsys: pytest.Capture
     """Runs the command in the current folder; it must succeed and print what the table says."""
     with linked(folder, each.given):
         name, arguments, target = words_of(f"{each.line} {each.added}".strip())
-        code = run(name, arguments)
-    captured = capsys.readouterr()
-    printed = f"{each.text}\n{captured.out}{captured.err}"
+        if "--follow" in arguments:  # lowers the priority of its process
+            done = subprocess.run(command_line(name, *arguments), capture_output=True, text=True)
+            code, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            code, (out, err) = run(name, arguments), capsys.readouterr()
+    printed = f"{each.text}\n{out}{err}"
     assert code == 0, printed
     if target is not None:
-        (folder / target).write_text(captured.out)
-    assert each.said in captured.out + captured.err, printed
+        (folder / target).write_text(out)
+    assert each.said in out + err, printed
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """evaluation.every_tokens, and `parallel3d evaluate RUN --follow`: a real run whose checkpoints are evaluated."""
 
 import json
+import subprocess
 
 import pytest
 
+from parallel3d.child_process import command_line
 from parallel3d.commands.evaluate import main as evaluate
 from tests.support.launch_runs import finish, metrics, start
 
@@ -36,11 +38,12 @@ def test_checkpoints_are_evaluated_beside_the_run_and_by_hand(config_file, tmp_p
         rows = [(row["step"], row["results"][group]["loss"]) for row in history[name]]
         assert [*zip(curve["x"], curve["mean"])] == rows, "what was evaluated after the last step is on the page too"
 
-    command = [str(run), str(page), "--follow", "--every-tokens", "1"]
-    assert evaluate([*command, "--name", "again"]) == 0
-    assert "again, step 12" in capsys.readouterr().out
+    command = command_line("evaluate", str(run), str(page), "--follow", "--every-tokens", "1")
+    done = subprocess.run([*command, "--name", "again"], capture_output=True, text=True)
+    assert done.returncode == 0 and "again, step 12" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([*command, "--name", "seen"], capture_output=True, text=True)
+    assert done.returncode == 2 and "other settings" in done.stderr
     assert evaluate([str(run), "--history", "--json"]) == 0
     history = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in history["again"]][-1] == 12
     assert history["again"][-1]["results"] == history["page"][-1]["results"]
-    assert evaluate([*command, "--name", "seen"]) == 2 and "other settings" in capsys.readouterr().err
