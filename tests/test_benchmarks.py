@@ -254,7 +254,8 @@ def test_what_notices_did_is_counted():
         {"event": "membership", "why": "", "joined": [{"rank": 6}], "live": 5, **times},
     ]
     steps = [{"step": number, "loss": loss} for number, loss in ((1, 4.0), (2, 3.5), (2, 3.0))]
+    steps[1]["num_attempts"] = 2
     said = "\n".join(preempt.describe([*steps, *changes], [1.0, 3.0], [4.0, 3.5, 2.0]))
     assert "2 hosts were taken away, 1 came; workers at the end: 5" in said
     assert "empty after 2.000 [3.000] s; a change paused the run for 1.000 [1.000] s" in said
-    assert "3, each once: False; changes by a loss: 1" in said and "bit for bit: 2 of 3; the last 3.0000" in said
+    assert "3, each once: False, begun twice: 1; changes by a loss: 1" in said and "bit for bit: 2 of 3; the last 3.0000" in said
