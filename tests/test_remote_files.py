@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
+import tomllib
 import traceback
+from pathlib import Path
 
 import pytest
 
 from parallel3d import remote_files
 from parallel3d.errors import DataError
+from parallel3d.monitor.trackers import TRACKERS
 from parallel3d.parallel.abort import AbortToken
 
 SECRET = "AKIA5SECRET0KEY99XYZ"
@@ -78,3 +81,12 @@ def test_no_traceback_has_a_drivers_text(monkeypatch, error: type[Exception]):
         with pytest.raises(DataError) as caught:
             act()
         assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_each_optional_package_is_an_extra_of_the_project():
+    """What a message tells a user to install can be named when the package itself is installed."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    offered = {package for name, packages in extras.items() if name != "test" for package in packages}
+    wanted = {package for packages in remote_files.PACKAGES.values() for package in packages.split()}
+    assert wanted | {package for package, _ in TRACKERS.values()} | {"lm_eval"} <= offered
