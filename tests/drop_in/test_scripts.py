@@ -110,6 +110,20 @@ def test_a_lost_worker_comes_back_and_changes_no_bit(tmp_path: Path) -> None:
     assert joined == [[], [3]]
 
 
+@pytest.mark.full
+def test_a_lost_worker_comes_back_to_a_plain_loop(tmp_path: Path) -> None:
+    """It passes over the epochs that are done, and has the weights of the others at the end."""
+    spec = dict(epochs=12, loop="plain", kills={"4": 1}, max_rejoins=3, wait_at=6, step_s=0.5)
+    ended = run_script(tmp_path / "run", num_workers=3, **spec)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert set(ended.weights) == {0, 2, 3}
+    assert_same_weights(ended, ended.weights[0])
+    steps = [line["step"] for line in ended.lines if "event" not in line]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 3 * 12, "an epoch of 64 samples has 3 to 4 steps"
+    joined = [[worker["rank"] for worker in change["joined"]] for change in ended.changes]
+    assert joined == [[], [3]]
+
+
 FAULTS = [
     pytest.param(sums, seed, marks=() if (sums, seed) == ("exact", 1) else pytest.mark.full)
     for sums in ("exact", "float")

@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from parallel3d.elastic.drop_in.elastic_loop import current_session  # noqa: E402
 
 RANK = current_session().rank
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def strike(step: int) -> None:
