@@ -33,7 +33,7 @@ def make_config(parallel: dict[str, Any], num_steps: int, balance: bool = True, 
     return tiny_runs.make_config(
         model=shape | sections.pop("model", {}),
         parallel=dict(bucket_mib=0.003, **parallel),
-        batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=4),
+        batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=4) | sections.pop("batch", {}),
         precision=dict(policy="fp64", sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=8, evaluate_batches=1),
         elastic=dict(balance=balance),
@@ -65,6 +65,14 @@ def test_routes_follow_the_speed_and_return():
     assert (forgiven["step"], forgiven["slow"], forgiven["step_share"]) == (32 + 1 + WINDOW // 2, {}, 4 / 6)
     assert "pp0 dp1 (rank 1) 2.0 x; steps are planned to take 0.75 x" in found["text"]
     assert "no replica is slow any more" in forgiven["text"]
+
+
+@pytest.mark.full
+def test_one_of_four_at_half_speed():
+    """Of 32 micro-batches it does 4 or 5, so that a step takes 10 units in place of 16: dropping it would take 11."""
+    config = make_config(dict(dp_size=4), WINDOW + 3, batch=dict(global_batch_size=32))
+    (found,) = check(config, [slow(3)]).balances
+    assert (found["step"], found["slow"], found["step_share"]) == (WINDOW, {"pp0 dp3 (rank 3)": 2.0}, 10 / 16)
 
 
 ROWS: dict[str, tuple[dict[str, Any], list[FaultConfig], list[int], int]] = {
