@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubble, cpu, data_wait, preempt, rejoin, restarts, step_parts
+from benchmarks import balance, bubble, cpu, data_wait, preempt, rejoin, restarts, step_parts
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import load_config, resolve
@@ -244,6 +244,17 @@ def test_the_parts_of_a_step():
     events += [span("forward 0", 1000, 4000), span("part of it", 2000, 500), span("receive gradient 0", 6000, 3000)]
     events += [span("gloo:all_reduce", 6000, 1000, tid=2), {"ph": "M", "name": "process_name"}]
     assert step_parts.parts_of(events) == {"step": 10.0, "forward": 4.0, "receive": 3.0, "rest": 3.0}
+
+
+def test_what_routes_by_speed_have_brought_is_said():
+    times = [0.2] * 2 + [0.4] * 13 + [0.7] + [0.26] * 36 + [0.3] * 10 + [0.2] * 10
+    steps = [{"step": number, "loss": 4.0, "step_s": step_s} for number, step_s in enumerate(times, 1)]
+    rows = ((15, {"pp0 dp3 (rank 3)": 2.0}, 0.625), (60, {}, 0.667))
+    changes = [{"event": "balance", "step": step, "slow": slow, "step_share": share} for step, slow, share in rows]
+    said = "\n".join(balance.describe([*steps, *changes], [4.0] * 71 + [3.0], slow_steps=50))
+    assert "step 0.400 s with equal shares, 0.260 s with the routes by speed: 0.650 x" in said
+    assert "measured / planned: 1.040" in said and "after the speed has returned: 0.200 s" in said
+    assert "bit for bit: 71 of 72" in said and "slow are pp0 dp3 (rank 3) 2 x; planned 0.625 x" in said
 
 
 def test_what_notices_did_is_counted():
