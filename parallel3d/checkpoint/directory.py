@@ -154,6 +154,15 @@ class CheckpointDirectory:
                     self.set_link(name, left[-1])
         return target
 
+    def newest_archived(self) -> Path | None:
+        """The last checkpoint of the archive that was made last; None without any."""
+        names = filter(_PREVIOUS.fullmatch, _listdir(self.directory))
+        for number in sorted((int(name.removeprefix("previous-")) for name in names), reverse=True):
+            archive = CheckpointDirectory(self.directory / f"previous-{number}")
+            if steps := archive.steps():
+                return archive.path_of(steps[-1])
+        return None
+
     def archived_bytes(self) -> int:
         """The size of all archived checkpoints."""
         folders = [self.directory / name for name in _listdir(self.directory) if _PREVIOUS.fullmatch(name)]

@@ -105,7 +105,10 @@ class RestartManager:
         if start.index is not None:
             report.publish({"event": "resumed_from", "step": step, "path": origin})
         elif self._resume == "auto":
-            report.publish({"kind": "notice", "text": "no checkpoint to resume from: starting from step 0"})
+            text = "no checkpoint to resume from: starting from step 0"
+            if (archived := self._checkpoint_dir.newest_archived()) is not None:
+                text += f"; an earlier run's are kept, and run.resume={archived} continues that"
+            report.publish({"kind": "notice", "text": text})
         for text in notices:
             report.publish({"kind": "notice", "text": text})
         if self._launcher.by_launcher and self._policy.max_restarts:

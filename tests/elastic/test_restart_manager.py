@@ -108,6 +108,19 @@ def test_from_where_it_was_resumed(tmp_path):
     run.close()
 
 
+def test_after_a_start_without_a_checkpoint_the_earlier_ones_are_named(run, tmp_path):
+    """Such as one that ended before its first step: it has moved the checkpoints of the run before."""
+    run.close()
+    Run(tmp_path).close(exit_code=1)
+    archived = tmp_path / "checkpoints" / "previous-1" / "step-00000008"
+    lost = Run(tmp_path, resume="auto")
+    assert lost.start_instruction == StartInstruction()
+    assert f"an earlier run's are kept, and run.resume={archived} continues that" in lost.close()
+    found = Run(tmp_path, resume=str(archived))
+    assert found.start_instruction == StartInstruction(checkpoint=str(archived))
+    assert "resume from" not in found.close()
+
+
 def test_divergences_go_back_further_and_leave_their_data_out(run, tmp_path):
     run.train(10, 10, diverges=True)
     assert run.end(DIVERGED) == Restart(step=8, wait_s=1.0)
