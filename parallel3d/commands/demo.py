@@ -42,13 +42,14 @@ def compare(undisturbed: Path, killed: Path) -> str:
     every = max(1, len(theirs) // NUM_ROWS)
     rows = [f"  {step:>4}   {theirs[step]:>11.6f}   {ours[step]:>11.6f}" for step in sorted(theirs)[every - 1 :: every]]
     farthest = max(abs(ours[step] - theirs[step]) for step in theirs)
+    num_twice = sum("num_attempts" in line for line in read_metrics(killed / METRICS))
     chart = killed / "loss.png"
     return "\n".join(
         [
             "\n  step   undisturbed   with losses",
             *rows,
-            f"\n{len(ours)} of {len(theirs)} steps, none skipped, none repeated; the losses differ by at most"
-            f" {farthest:.1e}",
+            f"\n{len(ours)} of {len(theirs)} steps, none skipped, {num_twice} begun twice;"
+            f" the losses differ by at most {farthest:.1e}",
             "(fewer workers sum in a different order: precision.sums=exact makes the losses bitwise equal)",
             f"chart: {chart}",
         ]
