@@ -159,6 +159,7 @@ def test_it_is_refused(kind: Kind, compute: Compute, around: str, message: str, 
     ],
 )
 def test_what_is_not_refused_is_right(kind: Kind, compute: Compute, around: str, num_workers: int) -> None:
+    """Up to the order of sums in fp64."""
     network = trained(kind, compute, around=around, num_workers=num_workers)
     for ours, right in zip(network.parameters(), in_one_process(compute).parameters()):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
