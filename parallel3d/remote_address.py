@@ -23,7 +23,8 @@ _PART = re.compile(rf"(?:[\w.~-]+=)?{_VARIABLE.pattern}|(?:{'|'.join(PLAIN_PARAM
 _QUERY = re.compile(r"[?#](.*)", re.DOTALL)
 _QUERY_BESIDE_GLOBS = re.compile(r"\?([\w.~%-]+=.*|\$\{.*)", re.DOTALL)
 _USER = re.compile(r"://[^\s/?#'\"]*@")
-_ADDRESS = re.compile(r"\w+://[^\s'\"]*")
+_ADDRESS = re.compile(r"(?<!\w)\w+://[^\s'\"]*")
+"""Looked for only where a word begins: within a long one each place would be tried to its end."""
 
 
 def is_remote(source: str) -> bool:
