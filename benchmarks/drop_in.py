@@ -1,11 +1,11 @@
 """What elastic.DataParallel costs beside torch's DistributedDataParallel while nothing fails.
 
-    python benchmarks/drop_in.py --pairs 8 --block 4
+    python benchmarks/drop_in.py --pairs 8 --block 4 [--sums exact] [--loop steps]
 
 Two workers on this host train a transformer of 23M parameters. In the same processes each block of elastic steps is
 followed by one of DistributedDataParallel (gloo, its defaults) with equal samples, optimizer and number of threads:
-runs of their own would differ by more than the effect. The heartbeat thread, which wakes four times a second, is there
-in both.
+runs of their own would differ by more than the effect. Both are loops over batches, or ours is one of elastic.steps.
+The heartbeat thread, which wakes four times a second, is there in both.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=8, help="blocks of each kind")
     parser.add_argument("--block", type=int, default=4, help="steps of a block")
     parser.add_argument("--sums", choices=("float", "exact"), default="float")
+    parser.add_argument("--loop", choices=("plain", "steps"), default="plain")
     parser.add_argument("--directory", default=tempfile.mkdtemp(prefix="drop-in-"))
     return parser.parse_args()
 
@@ -44,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from parallel3d.elastic.drop_in.elastic_loop import current_session
 
@@ -85,23 +86,39 @@ def main() -> None:
     given: list[Tensor] = []
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     started = time.perf_counter()
-    for step in elastic.steps(sampler):
-        for (batch,) in step:
+
+    def compare(number: int) -> None:
+        """After our step of this number: does the same again, with the peer, at the end of a block."""
+        nonlocal started
+        if number % block:
+            return
+        times["ours"].append(time.perf_counter() - started)
+        dist.barrier()
+        started = time.perf_counter()
+        for batch in given:
+            their_optimizer.zero_grad()
+            loss_of(peer, batch).backward()
+            their_optimizer.step()
+        times["theirs"].append(time.perf_counter() - started)
+        given.clear()
+        dist.barrier()
+        started = time.perf_counter()
+
+    if OPTIONS.loop == "plain":
+        loader = DataLoader(sampler.dataset, SLOT_SIZE, sampler=sampler)
+        for number, (batch,) in enumerate(loader, 1):
             given.append(batch)
+            our_optimizer.zero_grad()
             loss_of(model, batch).backward()
-        our_optimizer.step()
-        if step.number % block == 0:
-            times["ours"].append(time.perf_counter() - started)
-            dist.barrier()
-            started = time.perf_counter()
-            for batch in given:
-                their_optimizer.zero_grad()
-                loss_of(peer, batch).backward()
-                their_optimizer.step()
-            times["theirs"].append(time.perf_counter() - started)
-            given.clear()
-            dist.barrier()
-            started = time.perf_counter()
+            our_optimizer.step()
+            compare(number)
+    else:
+        for step in elastic.steps(sampler):
+            for (batch,) in step:
+                given.append(batch)
+                loss_of(model, batch).backward()
+            our_optimizer.step()
+            compare(step.number)
     report(times, ours, theirs)
     dist.destroy_process_group()
 

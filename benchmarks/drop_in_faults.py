@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e '.[experiments]'
     python benchmarks/drop_in_faults.py --seeds 3 --epochs 14
 
-Runs examples/digits_exact.py (redo) and examples/digits_elastic.py (drop) for each seed, undisturbed and with two
+Runs examples/digits_elastic.py (redo) and examples/digits_drop.py (drop) for each seed, undisturbed and with two
 workers killed, and prints training loss, test accuracy and whether the weights are the same bits. The digits are
 scikit-learn's handwritten ones; `--data drawn` needs no package.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"redo": "digits_exact.py", "drop": "digits_elastic.py"}
+SCRIPTS = {"redo": "digits_elastic.py", "drop": "digits_drop.py"}
 RUN_S = 900.0
 REPORT = re.compile(r"training loss ([\d.]+), test accuracy ([\d.]+), weights (\S+)")
 

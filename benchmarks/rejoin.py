@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.recovery import MODELS
 
 PARTS = ("agree_s", "repair_s", "regroup_s")
-WAIT_S = 120.0
+WAIT_S = 600.0
 EVERY_STEPS = 10
 CALM_STEPS = 3
 """Between a join and the next kill."""

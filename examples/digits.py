@@ -1,4 +1,4 @@
-"""Digits and a small convolutional network: what the three scripts beside this file train on.
+"""Digits and a small convolutional network: what the scripts beside this file train on.
 
 The digits are drawn, not collected: those of a font that Pillow brings, turned, moved and scaled by chance, with noise.
 `--data handwritten` takes scikit-learn's 1,797 (as many are drawn), enlarged from 8 x 8 to 12 x 12 pixels. The network

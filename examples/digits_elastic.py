@@ -1,4 +1,4 @@
-"""The same script made elastic: `python examples/digits_elastic.py`. Samples of lost workers return an epoch later."""
+"""The same script made elastic: `python examples/digits_elastic.py`. Kill workers: the weights are the same bits."""
 
 import digits
 import torch
@@ -13,8 +13,8 @@ torch.manual_seed(options.seed)
 training, test = digits.make_data(options.data)
 network = digits.make_network()
 optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
-model = elastic.DataParallel(network, optimizer)
-sampler = elastic.Sampler(training, slot_size=64, on_failure="drop", seed=options.seed)
+model = elastic.DataParallel(network, optimizer, sums="exact")
+sampler = elastic.Sampler(training, batch_size=256, slot_size=64, seed=options.seed)
 loader = DataLoader(training, batch_size=64, sampler=sampler)
 for epoch in range(options.epochs):
     sampler.set_epoch(epoch)

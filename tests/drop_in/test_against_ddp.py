@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from tests.support.processes import read_to_the_end
 
 
 @pytest.mark.slow
-def test_a_plain_loop_has_the_weights_of_torchs_data_parallel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [dict(batch_size=4), dict(batch_size=None, on_failure="drop")])
+def test_a_plain_loop_has_the_weights_of_torchs_data_parallel(tmp_path: Path, options: dict[str, Any]) -> None:
     """Two workers with slots of two samples, two epochs of six steps. float64: 1e-12 is for the order of operations,
     since the mean of two means is a sum that is divided once here."""
-    options = dict(batch_size=None, on_failure="drop")
     run = run_loop(
         WORLD_SIZE, is_plain_loop=True, sampler=options, num_samples=NUM_SAMPLES, dtype=torch.float64, sums="float"
     )

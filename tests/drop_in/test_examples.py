@@ -32,11 +32,20 @@ CHANGES = {
         START
         + """
 from torch.utils.data import DataLoader
+model = elastic.DataParallel(network, optimizer, sums="exact")
+sampler = elastic.Sampler(training, batch_size=256, slot_size=64, seed=options.seed)
+""",
+    ),
+    "digits_drop.py": (
+        DDP,
+        START
+        + """
+from torch.utils.data import DataLoader
 model = elastic.DataParallel(network, optimizer)
 sampler = elastic.Sampler(training, slot_size=64, on_failure="drop", seed=options.seed)
 """,
     ),
-    "digits_exact.py": (
+    "digits_steps.py": (
         DDP
         + """
 loader = DataLoader(training, batch_size=64, sampler=sampler)
@@ -81,7 +90,7 @@ def test_an_elastic_script_differs_in_these_lines_alone(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["digits_elastic.py", "digits_exact.py"])
+@pytest.mark.parametrize("script", ["digits_elastic.py", "digits_drop.py", "digits_steps.py"])
 def test_an_example_runs(tmp_path: Path, script: str) -> None:
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES / script), f"--directory={tmp_path}", "--workers=2", "--epochs=1"],

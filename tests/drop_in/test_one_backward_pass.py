@@ -173,11 +173,12 @@ def test_outside_of_a_step(where: str) -> None:
     def work(rank: int, world: ThreadWorld) -> None:
         CURRENT.set(loops.open_session(rank))
         network, data = Net(), Numbers(4, torch.float64)
-        model = DataParallel(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        model = DataParallel(network, optimizer := torch.optim.SGD(network.parameters(), lr=0.1))
         if where != "before the loop":
             for step in steps(Sampler(data, batch_size=4, slot_size=4)):
                 for _, x, y in step:
                     loss_of(model(x), y).backward()
+                optimizer.step()
                 if where == "after a step":
                     break
         with pytest.raises(UserError, match="outside of an elastic step"):

@@ -3,7 +3,7 @@
     num_workers, max_workers, max_rejoins, epochs, num_samples, sums
     seed       of weights, dropout and the order of samples
     kills      {"STEP": RANK}: a worker that kills itself as it computes its first slot of a step
-    loop       "steps", or "plain" for one as in a script for DistributedDataParallel
+    loop       "steps", or one as in a script for DistributedDataParallel: "plain", or "drop" with on_failure="drop"
     wait_at    the step in which the first workers wait until one that joins is as far as its loop
     step_s     what a slot takes longer from then on, until one has joined
     fail       a rank whose script raises an error in step 2
@@ -68,6 +68,12 @@ def wait_for_joiner() -> None:
         time.sleep(0.01)
 
 
+def add_random_numbers(network: nn.Sequential) -> None:
+    """Between two steps, where they are the same on all workers."""
+    with torch.no_grad():
+        network[0].bias.add_(torch.rand(64), alpha=1e-3)
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SPEC.get("num_samples", 64), 16, generator=generator)
@@ -80,8 +86,9 @@ def main() -> None:
     (DIRECTORY / f"variables-{RANK}.json").write_text(json.dumps(found))
     if SPEC["num_workers"] <= RANK:
         (DIRECTORY / "joiner").touch()
-    if SPEC.get("loop") == "plain":
-        sampler = elastic.Sampler(dataset, slot_size=8, on_failure="drop", seed=SEED)
+    if (loop := SPEC.get("loop", "steps")) != "steps":
+        options = {"on_failure": "drop"} if loop == "drop" else {"batch_size": 32}
+        sampler = elastic.Sampler(dataset, slot_size=8, seed=SEED, **options)
         loader = DataLoader(dataset, batch_size=8, sampler=sampler)
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
@@ -90,6 +97,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
+                if sampler.is_step_done and loop == "plain":
+                    add_random_numbers(network)
     else:
         sampler = elastic.Sampler(dataset, batch_size=32, slot_size=8, seed=SEED)
         for step in elastic.steps(sampler, epochs=epochs):
@@ -99,8 +108,7 @@ def main() -> None:
                 step.add_loss(loss)
                 loss.backward()
             optimizer.step()
-            with torch.no_grad():  # random numbers between two steps, the same on all workers
-                network[0].bias.add_(torch.rand(64), alpha=1e-3)
+            add_random_numbers(network)
     print(f"worker {RANK} is at the end of {epochs} epochs")
     torch.save(network.state_dict(), DIRECTORY / f"weights-{RANK}.pt")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from parallel3d.elastic.drop_in.elastic_loop import CURRENT, DataParallel, Sampler, steps
@@ -76,6 +78,10 @@ class LoopRun:
     """By worker: how many batches the loader of a plain loop says that an epoch has, before the loop and after it."""
     published: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """By worker: the records of steps that it has sent to metrics.jsonl."""
+    done: dict[int, list[int]] = field(default_factory=dict)
+    """By worker: the steps of a plain loop after which code for each step has run."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """By worker: the learning rate at the end."""
     draws: list[float] = field(default_factory=list)
     """A random number of each slot, with one worker: threads share torch's generator."""
     num_changes: int = 0
@@ -130,13 +136,21 @@ class LoopSpec:
     break_at: int | None = None
     """The step before which the loop of elastic.steps is left."""
     epochs: int = 2
+    max_norm: float = math.inf
+    """Of a step's gradients."""
     sums: Any = "exact"
     dtype: torch.dtype = torch.float32
     is_plain_loop: bool = False
+    schedule: Literal["none", "steps", "epochs"] = "none"
+    """What halves the learning rate: every two steps, known to the wrapper, or an epoch, made later."""
     loader_batch_size: int | None = None
     """Of the plain loop, if it is not the slot_size."""
     num_samples: int = NUM_SAMPLES
     sampler: Mapping[str, Any] = field(default_factory=dict)
+
+    def make_sampler(self) -> Sampler:
+        options = {"batch_size": 8, "slot_size": 2, "seed": 5, **self.sampler}
+        return Sampler(Numbers(self.num_samples, self.dtype), **options)
 
 
 class LoopWorld:
@@ -224,9 +238,10 @@ class LoopWorld:
     def train(self, session: Session) -> nn.Module:
         network = make_model(self.spec.dtype)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-        model = DataParallel(network, optimizer, sums=self.spec.sums)
-        options = {"batch_size": 8, "slot_size": 2, "seed": 5, **self.spec.sampler}
-        sampler = Sampler(Numbers(self.spec.num_samples, self.spec.dtype), **options)
+        by_step = [StepLR(optimizer, 2, 0.5)] if self.spec.schedule == "steps" else []
+        model = DataParallel(network, optimizer, *by_step, sums=self.spec.sums)
+        by_epoch = [StepLR(optimizer, 1, 0.5)] if self.spec.schedule == "epochs" else []
+        sampler = self.spec.make_sampler()
 
         def backward(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
             index, x, y = batch
@@ -234,9 +249,14 @@ class LoopWorld:
             self.run.computed.setdefault(session.rank, []).append(given)
             if self.world.num_ranks == 1:
                 self.run.draws.append(torch.rand(()).item())
-            loss = (model(x).squeeze(1) - y).square().mean()
-            loss.backward()
+            (loss := (model(x).squeeze(1) - y).square().mean()).backward()
             return loss
+
+        def update() -> None:
+            nn.utils.clip_grad_norm_(network.parameters(), self.spec.max_norm)
+            optimizer.step()
+            for schedule in by_step:
+                schedule.step()
 
         if self.spec.is_plain_loop:
             batch_size = self.spec.loader_batch_size or sampler.order.slot_size
@@ -247,7 +267,11 @@ class LoopWorld:
                 for batch in loader:
                     optimizer.zero_grad()
                     backward(batch)
-                    optimizer.step()
+                    update()
+                    if sampler.is_step_done:
+                        self.run.done.setdefault(session.rank, []).append(session.progress.position)
+                for schedule in by_epoch:
+                    schedule.step()
             self.run.lengths[session.rank].append(length_of(loader))
         else:
             for step in steps(sampler, epochs=self.spec.epochs):
@@ -256,8 +280,9 @@ class LoopWorld:
                 for batch in step:
                     step.add_loss(backward(batch))
                 self.run.losses[step.number] = step.mean_loss
-                optimizer.step()
+                update()
         self.run.steps[session.rank] = session.progress.position
+        self.run.rates[session.rank] = optimizer.param_groups[0]["lr"]
         session.end()
         return network
 

@@ -1,23 +1,23 @@
 """The names that a script uses: the model's wrapper, the sampler, and the steps.
 
-With "redo" the samples of a lost worker are computed again, which needs an inner loop::
+The loop stays as it is in a script for DistributedDataParallel::
 
     model = elastic.DataParallel(model, optimizer)
     sampler = elastic.Sampler(dataset, batch_size=256, slot_size=64)
-    for step in elastic.steps(sampler, epochs=14):
-        for x, y in step:  # this worker's slots; more after a loss
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-With "drop" the loop stays as it is in a script for DistributedDataParallel::
-
-    sampler = elastic.Sampler(dataset, slot_size=64, on_failure="drop")
     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
     for epoch in range(14):
-        for x, y in loader:
+        for x, y in loader:  # this worker's slots; more after a loss
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            optimizer.step()  # of a step that is done; until then it does nothing
+
+With `on_failure="drop"` in place of the batch_size the samples of a lost worker return an epoch later. With an inner
+loop over the slots of a step there is a place for what is to run once a step::
+
+    for step in elastic.steps(sampler, epochs=14):
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextvars import ContextVar
+from functools import wraps
+from types import MethodType
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import default_collate
 
 from parallel3d.elastic.drop_in.gradient_sums import GradientSums
 from parallel3d.elastic.drop_in.loop_state import LossKind, Stateful
-from parallel3d.elastic.drop_in.progress import Progress
 from parallel3d.elastic.drop_in.sample_order import SampleOrder
 from parallel3d.elastic.drop_in.session import Session
 from parallel3d.errors import UserError
@@ -42,9 +45,18 @@ from parallel3d.errors import UserError
 CURRENT: ContextVar[Session] = ContextVar("session")
 """The session of the worker that runs this script."""
 EARLY_UPDATE = (
-    "optimizer.step() within the inner loop of elastic.steps, where parameters have no gradients yet: call it once a "
-    "step, after the inner loop"
+    "step() of an optimizer or a schedule before the backward pass of an elastic slot, when parameters have no "
+    "gradients yet: in a loop over a DataLoader call it after backward(), and without a closure; with elastic.steps "
+    "once a step, after the inner loop"
 )
+
+UPDATES: dict[type, tuple[str, ...]] = {
+    GradScaler: ("step", "update", "unscale_"),
+    AveragedModel: ("update_parameters",),
+    nn.Module: (),
+    object: ("step",),
+}
+"""What moves an object on by a step, by its type: of several the first."""
 
 
 def current_session() -> Session:
@@ -77,14 +89,9 @@ class DataParallel(nn.Module):
         self.module = module
         gradients, session = GradientSums(module.parameters(), exact=sums == "exact"), current_session()
         session.attach_model(gradients, (module, *stateful), loss)
-
-        def before_update(*_: Any) -> None:  # of a closure in a plain loop, the backward pass is yet to come
-            if gradients.is_slot_open and session.order.batch_size is not None:
-                raise UserError(EARLY_UPDATE)
-
+        session.has_optimizer = any(isinstance(each, Optimizer) for each in stateful)
         for each in stateful:
-            if isinstance(each, Optimizer):
-                each.register_step_pre_hook(before_update)
+            make_updates_wait(each, session)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -97,12 +104,51 @@ class DataParallel(nn.Module):
         )
 
 
+def make_updates_wait(each: Any, session: Session) -> None:
+    """Makes what moves `each` on by a step do nothing as long as a plain loop's step has slots left.
+
+    An optimizer gets an attribute, since a schedule may have given it one before, and may give it one later; all else a
+    subclass, since the state_dict of a schedule is all its attributes.
+    """
+    if isinstance(each, Optimizer):
+        update = each.step
+
+        def update_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+            session.is_updated = True
+            return update(*args, **kwargs)
+
+        each.step = MethodType(wraps(update)(_when_done(update_once, session)), each)  # type: ignore[method-assign]
+        return
+    cls = type(each)
+    names = next(names for kind, names in UPDATES.items() if isinstance(each, kind))
+    methods = {name: getattr(cls, name) for name in names if callable(getattr(cls, name, None))}
+    waiting = {name: wraps(method)(_when_done(method, session)) for name, method in methods.items()}
+    if waiting:
+        each.__class__ = type(cls.__name__, (cls,), {**waiting, "__module__": cls.__module__})
+
+
+def _when_done(method: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def when_done(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs) if may_update(session) else None
+
+    return when_done
+
+
+def may_update(session: Session) -> bool:
+    """Whether the loop is between two steps, as far as it can see. Raises UserError before a slot's backward pass."""
+    if not session.gradients.is_slot_open:
+        return session.has_inner_loop or not session.is_within_step
+    if session.order.batch_size is None:  # of a closure the backward pass is yet to come
+        return True
+    raise UserError(EARLY_UPDATE)
+
+
 class Sampler:
     """Says which samples a worker computes. `dataset`: with a length, and samples by index.
 
-    on_failure: "redo" for `steps`: `batch_size` samples a step, whatever the number of workers, in slots of at most
-    `slot_size`; the slots of a lost worker are computed by the others. "drop": `slot_size` samples a step and worker;
-    those of a lost worker return in the next epoch.
+    on_failure: "redo": `batch_size` samples a step, whatever the number of workers, in slots of at most `slot_size`;
+    the slots of a lost worker are computed by the others. "drop": `slot_size` samples a step and worker; those of a
+    lost worker return in the next epoch.
     """
 
     def __init__(
@@ -144,16 +190,20 @@ class Sampler:
             raise TypeError("elastic.Sampler has no length before the loop begins: the number of workers is not known")
         return -(-self.order.num_samples // len(record.grid.ranks))
 
+    @property
+    def is_step_done(self) -> bool:
+        """Whether the last backward pass has completed a step: for what a plain loop is to do once a step, since it
+        computes several slots of one after a loss, and where a worker has more than one."""
+        return not current_session().is_within_step
+
     def __iter__(self) -> Iterator[int]:
         """The indices of this worker's samples in an epoch, for a DataLoader."""
-        if self.order.batch_size is not None:
-            raise UserError('a DataLoader goes with elastic.Sampler(on_failure="drop"); for "redo" use elastic.steps')
         session = current_session()
-        session.attach_order(self.order)
+        session.attach_order(self.order, has_inner_loop=False)
         return SlotIndices(self, session)
 
-    def begin_step(self, step: BackwardStep) -> Progress | None:
-        """Goes to the coming step of this epoch; None if the epoch is over, or the run."""
+    def begin_step(self, step: BackwardStep) -> bool:
+        """Goes to the coming step of this epoch; False if the epoch is over, or the run."""
         session = step.session
         progress = session.begin_step()
         settled = progress.newest.epoch if session.state.is_settled and progress.newest else None
@@ -161,15 +211,15 @@ class Sampler:
         if epoch > self._epoch or (session.is_over and settled is None):
             session.end_loop()
             self._epoch += 1
-            return None
-        return progress
+            return False
+        return True
 
 
 class SlotIndices:
     """An epoch's indices one by one: a DataLoader, whose batch_size is the slot_size, makes a batch of each slot.
 
-    The first index of a slot begins its step. Only the last slot of an epoch may be smaller than a batch: the iterator
-    ends after it once more than usual, so that the DataLoader takes what it has.
+    The first index of a slot begins it, and its step if it is the first. After a slot that is smaller than a batch the
+    iterator ends once more than usual, so that the DataLoader takes what it has.
     """
 
     def __init__(self, sampler: Sampler, session: Session):
@@ -183,7 +233,7 @@ class SlotIndices:
         return self
 
     def __next__(self) -> int:
-        if self._left and not self._session.is_within_step:
+        if self._left and not self._session.gradients.is_slot_open:
             raise UserError(
                 "batch_size of the DataLoader is smaller than slot_size of its elastic.Sampler: they must be equal"
             )
@@ -192,15 +242,15 @@ class SlotIndices:
         return self._left.popleft()
 
     def _begin_slot(self) -> None:
-        """Begins the next step. Raises StopIteration at the end of the epoch, and of a batch that is not full."""
+        """Begins the next slot. Raises StopIteration at the end of the epoch, and of a batch that is not full."""
         if self._is_short:
             self._is_short = False
             raise StopIteration
-        progress = self._sampler.begin_step(self._step)
-        if progress is None:
+        is_between_slots = self._session.is_within_step and not self._session.gradients.is_slot_open
+        if not is_between_slots and not self._sampler.begin_step(self._step):
             raise StopIteration
-        order, (slot, is_ghost) = self._sampler.order, self._step.begin()
-        samples = order.samples(progress.samples, slot)
+        order, (slot, is_ghost) = self._sampler.order, self._step.begin_slot()
+        samples = order.samples(self._session.progress.samples, slot)
         if is_ghost:  # a full batch: it may be that of a step which is not the last of this epoch
             samples = (samples * order.slot_size)[: order.slot_size]
         self._is_short = len(samples) < order.slot_size
@@ -208,21 +258,21 @@ class SlotIndices:
 
 
 class BackwardStep:
-    """The steps of a loop without an inner one: the end of the backward pass commits them."""
+    """The steps of a loop without an inner one: the end of the backward pass of their last slot commits them."""
 
     def __init__(self, session: Session):
         self.session = session
         self._is_queued = False
         session.gradients.on_gradient = self._on_gradient
 
-    def begin(self) -> tuple[int, bool]:
-        """Begins this worker's only slot, or a ghost if it has none: the loop makes the optimizer's step only where it
+    def begin_slot(self) -> tuple[int, bool]:
+        """Begins this worker's next slot, or a ghost if it has none: the loop makes the optimizer's step only where it
         has a batch. Returns the slot, and whether it is a ghost."""
-        session = self.session
-        own = () if session.state.is_settled else session.progress.samples.slots_of(session.rank)
-        slot = own[0] if own else 0
-        session.begin_slot(slot, is_last=True, is_ghost=not own)
-        return slot, not own
+        slot = self.session.next_slot()
+        if slot is not None:
+            return slot, False
+        self.session.begin_slot(0, is_last=True, is_ghost=True)
+        return 0, True
 
     def _on_gradient(self) -> None:
         self.session.hooks.on_progress()
@@ -271,7 +321,7 @@ class Step:
 def steps(sampler: Sampler, *, epochs: int = 1) -> Iterator[Step]:
     """Yields the steps of a run, all epochs. A worker that joins begins with the step in which it joins."""
     session = current_session()
-    session.attach_order(sampler.order)
+    session.attach_order(sampler.order, has_inner_loop=True)
     while True:
         progress = session.begin_step()
         is_last = session.is_over or progress.samples.epoch >= epochs

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,10 @@ from parallel3d.precision.fixed_point import ExactSum, plan_fixed_point
 
 NUM_KEPT_RECORDS = 4096
 """Steps that a new leader publishes if the old one may not have: more than pass until a silent host is given up."""
+NO_UPDATE = (
+    "no optimizer.step() between two elastic steps: the gradients of the first one are gone. They are accumulated "
+    "within a step, over its slots: give elastic.Sampler a batch_size of several slots for each worker"
+)
 AFTER_STEP = -1
 """In place of a slot's number: the random numbers between two steps."""
 
@@ -73,6 +78,11 @@ class Session:
         self._slot: int | None = None
         """The slot that is being computed."""
         self.is_within_step = False
+        self.has_inner_loop = False
+        """Whether the loop is one of `elastic.steps`."""
+        self.has_optimizer = False
+        self.is_updated = True
+        """Whether an optimizer has made its step for the newest committed one, as far as that can be seen."""
         self._awaits_update = False
         """This worker has joined with gradients that wait for the optimizer, and the loop has not come to them yet."""
         self._loss_sum = ExactSum()
@@ -95,12 +105,12 @@ class Session:
             raise UserError("a script can have one elastic model: put all parameters into one module")
         self.state.gradients, self.state.stateful, self.state.loss = gradients, stateful, loss
 
-    def attach_order(self, order: SampleOrder) -> None:
+    def attach_order(self, order: SampleOrder, *, has_inner_loop: bool) -> None:
         if self.state.gradients is None:
             raise UserError("wrap the model in elastic.DataParallel before the loop begins")
         if self.state.order not in (None, order):
             raise UserError("a script can have one elastic sampler")
-        self.state.order = order
+        self.state.order, self.has_inner_loop = order, has_inner_loop
 
     @property
     def order(self) -> SampleOrder:
@@ -128,10 +138,12 @@ class Session:
         then, this worker has just joined: it only makes the optimizer's step."""
         if self.is_within_step:
             raise UserError(
-                "the loop asks for the next step before the last one is done: let the inner loop run to its end, or "
+                "the loop asks for the next batch before the last one is done: let the inner loop run to its end, or "
                 "call backward() once for each batch of a DataLoader, which takes num_workers=0, drop_last=False and "
                 "the slot_size as batch_size"
             )
+        if not self.is_updated:
+            warnings.warn(NO_UPDATE, stacklevel=2)
         if self.state.progress is None:
             self._enter("")
         elif self._awaits_update:
@@ -151,13 +163,16 @@ class Session:
     def next_slot(self) -> int | None:
         """Begins the next slot that this worker has to compute, and returns it; None if there is none."""
         self._check_generation()
-        if self.state.is_settled:
-            return None
-        left = [slot for slot in self.progress.samples.slots_of(self.rank) if slot not in self._computed]
+        left = self._slots_left()
         if not left:
             return None
         self.begin_slot(left[0], is_last=len(left) == 1)
         return left[0]
+
+    def _slots_left(self) -> list[int]:
+        """What this worker has to compute of the step."""
+        own = () if self.state.is_settled else self.progress.samples.slots_of(self.rank)
+        return [slot for slot in own if slot not in self._computed]
 
     def begin_slot(self, slot: int, *, is_last: bool, is_ghost: bool = False) -> None:
         """Takes the gradients of what follows. Those of a ghost, a copy of another worker's slot, are left out."""
@@ -183,17 +198,17 @@ class Session:
             self._loss_sum += ExactSum.of([loss * (size if self.state.loss == "mean" else 1)])
 
     def commit(self) -> bool:
-        """Ends the step; False if this worker has more slots to compute, after a loss."""
+        """Ends the step; False if this worker has slots left to compute, as it may have after a loss."""
         while not self.state.is_settled:
+            if self._slots_left():
+                return False
             try:
                 self._check_token()
                 self._reduce()
             except GenerationEnded as error:
                 self._change(str(error))
-                if not self.state.is_settled and set(self.progress.samples.slots_of(self.rank)) - self._computed:
-                    return False
         self.gradients.hand_out()
-        self.is_within_step = False
+        self.is_within_step, self.is_updated = False, not self.has_optimizer
         self._seed_random(self.progress.position, AFTER_STEP)
         return True
 

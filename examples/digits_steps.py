@@ -1,4 +1,4 @@
-"""The same training with elastic.steps: `python examples/digits_exact.py`. Kill workers: the weights are the same."""
+"""The same training by elastic.steps, which has a place for what is done once a step, such as its loss."""
 
 import digits
 import torch
