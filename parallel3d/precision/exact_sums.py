@@ -80,7 +80,8 @@ def _add_block(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
     if largest > fixed.largest:
         raise UserError(
             f"a gradient of {largest:g} (a sum over a micro-batch's tokens) is beyond the {fixed.largest:g} that exact "
-            'sums hold: the run has exploded. Lower optimizer.learning_rate, or set precision.sums to "float"'
+            "sums hold: the run has exploded. Lower the learning rate, or add gradients as floats (precision.sums; "
+            'elastic.DataParallel(sums="float"))'
         )
     total += scratch.mul_(2.0**fixed.shift).round_().to(torch.int64)
     scratch.zero_()

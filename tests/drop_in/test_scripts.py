@@ -98,7 +98,8 @@ def test_two_deaths_change_no_bit_of_a_script_with_dropout(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("loop", ["steps", "plain"])
+@pytest.mark.sample(0, rest=1)
+@pytest.mark.parametrize("loop", ["plain", "steps"])
 def test_a_lost_worker_comes_back_and_changes_no_bit(tmp_path: Path, loop: str) -> None:
     """The undisturbed run is that of an inner loop."""
     spec = dict(epochs=20, wait_at=5, step_s=0.5, loop=loop)
