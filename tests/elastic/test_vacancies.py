@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
+from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 
 from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill, plan_moves
 from parallel3d.parallel.grid import Grid, PartId
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import choose_plan
+from parallel3d.pipeline.request import PlanRequest
 
 FIRST = Grid.uniform(tp_size=2, pp_size=2, dp_size=2)  # stage 0: 0 1 | 2 3, stage 1: 4 5 | 6 7
 WHOLE = GridTarget.of(FIRST)
@@ -123,7 +128,7 @@ def test_whoever_builds_what_is_asked_for_makes_the_grid_whole(dead: set[int], d
 @pytest.mark.parametrize(
     ("widths", "costs", "num_micro_batches", "stages"),
     [
-        ([2, 2], [1, 1], 8, [0, 1, 0, 1]),
+        ([2, 2], [1, 1], 8, [1, 0, 1, 0]),
         ([2, 2], [3, 4], 8, [1, 0, 1, 0]),  # 12 16, then 12 12, 9 12, 9 8
         ([3, 3], [1, 3], 12, [1, 0]),
         ([2, 2], [1, 3], 12, [1, 1, 0, 0]),  # 6 18, then 6 12, 6 9
@@ -199,3 +204,29 @@ def test_spares_that_build_what_they_are_asked_to_make_replicas_whole(dead: set[
     of_host = [sum(hosts[rank] == host for rank in idle) for host in "ab"]
     is_whole = all(map(len, grid.stages)) and grid.replicas == FIRST.replicas
     assert is_whole or max(of_host) < FIRST.tp_size
+
+
+@pytest.mark.parametrize("costs", [(1, 1), (1, 2), (1, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("num_micro_batches", [8, 12])
+def test_the_stage_that_is_widened_gains_most_in_the_planners_makespans(costs: tuple[int, ...], num_micro_batches: int):
+    """The coordinator compares bounds, which take no time at any size. A grid that becomes a straight one is left out:
+    it has the schedule's own order of computes, where others have the planner's."""
+    times = StageCosts(forward=costs, backward_input=costs, backward_weight=costs)
+
+    def makespan(widths: Sequence[int]) -> int:
+        replicas = tuple(tuple(range(width)) for width in widths)
+        request = PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, schedule="1f1b", costs=times)
+        return choose_plan(request, may_split=True, max_extra_in_flight=2).makespan
+
+    excess = []
+    for widths in product((2, 3, 4), repeat=len(costs)):
+        grid = Grid.of_replicas(widths, tp_size=1)
+        target = GridTarget.of(grid, max_replicas=4, costs=costs, num_micro_batches=num_micro_batches)
+        wider = [tuple(w + (at == stage) for at, w in enumerate(widths)) for stage in range(len(costs))]
+        wider = [each for each in wider if max(each) <= 4]
+        if len(wider) < 2 or any(len(set(each)) == 1 for each in wider):
+            continue
+        stage = min(range(len(costs)), key=lambda at: (widths[at] == 4, target.order(at, widths[at])))
+        chosen = tuple(w + (at == stage) for at, w in enumerate(widths))
+        excess.append(makespan(chosen) / min(map(makespan, wider)))
+    assert excess and max(excess) <= 1.12 and mean(excess) <= 1.01, excess

@@ -51,15 +51,16 @@ class GridTarget:
         """Returns a grid of this width, whose ranks do not matter."""
         return Grid.of_replicas(self.widths, tp_size=self.tp_size)
 
-    def order(self, stage: int, width: int) -> tuple[int, int, int]:
+    def order(self, stage: int, width: int) -> tuple[int, int, int, int]:
         """Returns a key by which the stage sorts, the first to widen first.
 
         A stage that could not lose a replica comes first. Of the others the one with the longest time: that is the
-        pipeline's, so only its next replica makes steps shorter.
+        pipeline's, so only its next replica makes steps shorter. Of equal ones the last: it gains most in the planner's
+        makespans, of which these times are bounds (docs/experiments.md).
         """
         if width <= 1:
-            return (width, 0, 0)
-        return (2, -self.costs[stage] * -(-self.num_micro_batches // width), width)
+            return (width, 0, 0, stage)
+        return (2, -self.costs[stage] * -(-self.num_micro_batches // width), width, -stage)
 
 
 _VERY_MANY = 1 << 20
