@@ -83,7 +83,8 @@ def run(script: str, arguments: list[str], faults: list[tuple[int, int]]) -> Out
 def run_with_faults(script: Path, arguments: list[str], faults: list[tuple[int, int]]) -> tuple[Path, str]:
     """Runs a script, and kills workers as soon as a step is done; returns its directory and what it printed."""
     directory = Path(tempfile.mkdtemp(prefix="drop-in-"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), f"--directory={directory}", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     deadline, left = time.monotonic() + RUN_S, list(faults)

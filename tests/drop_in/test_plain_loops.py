@@ -262,3 +262,28 @@ def test_gradients_of_several_steps_are_not_lost_without_a_word(on_failure: str,
     with pytest.warns(UserWarning) as found:
         run_threads(1, work)
     assert {str(each.message) for each in found} == {NO_UPDATE}
+
+
+@pytest.mark.parametrize("num_batches, is_refused", [(1, True), (2, False), (3, True)])
+def test_a_loop_that_is_left_within_a_step_is_an_error(num_batches: int, is_refused: bool) -> None:
+    """Steps of two slots for each of two workers, one of which leaves."""
+    loops = LoopWorld(LoopSpec(num_workers=2))
+
+    def work(rank: int, world: ThreadWorld) -> None:
+        CURRENT.set(session := loops.open_session(rank))
+        network = make_model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        model = DataParallel(network, optimizer)
+        sampler = Sampler(Numbers(16), batch_size=8, slot_size=2)
+        loader: DataLoader[Any] = DataLoader(sampler.dataset, 2, sampler=sampler)  # type: ignore[arg-type]
+        limit = 4 if is_refused and rank == 1 else num_batches
+        for _, (_, x, _) in zip(range(limit), loader):
+            model(x).sum().backward()
+            optimizer.step()
+        session.end()
+
+    if is_refused:
+        with pytest.raises(UserError, match="left within a step"):
+            run_threads(2, work, world=loops.world)
+    else:
+        run_threads(2, work, world=loops.world)

@@ -36,6 +36,10 @@ NO_UPDATE = (
     "no optimizer.step() between two elastic steps: the gradients of the first one are gone. They are accumulated "
     "within a step, over its slots: give elastic.Sampler a batch_size of several slots for each worker"
 )
+LEFT_WITHIN_STEP = (
+    "the loop was left within a step, for whose other slots the others wait: leave it after the same step on all "
+    "workers (batches are not the same on all after a loss: count steps, behind `if sampler.is_step_done:`)"
+)
 AFTER_STEP = -1
 """In place of a slot's number: the random numbers between two steps."""
 
@@ -224,7 +228,10 @@ class Session:
         return self.progress.is_over or bool(newest and newest.stop)
 
     def end(self) -> None:
-        """Waits until all workers have come to the end of their scripts."""
+        """Waits until all workers have come to the end of their scripts. Raises UserError within a step, since others
+        would wait for the rest of it."""
+        if self.is_within_step and self._computed:
+            raise UserError(LEFT_WITHIN_STEP)
         if self.state.progress is None:
             self._enter("")
         if self.state.is_settled:
