@@ -99,8 +99,8 @@ class DataParallel(nn.Module):
     def no_sync(self) -> NoReturn:
         """Refuses what DistributedDataParallel offers for the accumulation of gradients."""
         raise UserError(
-            "elastic.DataParallel has no no_sync(): gradients are accumulated by elastic.steps, with a batch_size of "
-            "several slots for each worker and one backward pass for each slot"
+            "elastic.DataParallel has no no_sync(): gradients are accumulated over the slots of a step; give "
+            "elastic.Sampler a batch_size of several slots for each worker"
         )
 
 
