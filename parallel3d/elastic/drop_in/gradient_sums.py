@@ -37,8 +37,6 @@ class SumBucket:
     """This worker's sums (n,) int64, with exact sums."""
     reduced: Tensor
     """The mean over all workers (n,), once the reduction is over."""
-    copy: Tensor | None = None
-    """Of `exact`, for the reduction; kept, since fresh memory costs more than the copy."""
     stale: set[nn.Parameter] = field(default_factory=set)
     """Parameters whose part of `own` is from an earlier step."""
     single: dict[nn.Parameter, tuple[Tensor, float]] = field(default_factory=dict)
@@ -197,10 +195,8 @@ class GradientSums:
     def forget_reduction(self, *, is_aborted: bool) -> None:
         """Leaves a reduction; one that was aborted may still write to its buffers."""
         for bucket in self._buckets:
-            if is_aborted and bucket.in_flight is not None:
-                if bucket.exact is None:
-                    bucket.reduced = torch.empty_like(bucket.reduced)
-                bucket.copy = None
+            if is_aborted and bucket.in_flight is not None and bucket.exact is None:
+                bucket.reduced = torch.empty_like(bucket.reduced)
             bucket.in_flight = None
         self._next, self._group = 0, None
 
@@ -241,8 +237,7 @@ class GradientSums:
 
     def _begin_reduction(self, bucket: SumBucket, group: Group) -> None:
         if bucket.exact is not None:
-            bucket.copy = copy = torch.empty_like(bucket.exact) if bucket.copy is None else bucket.copy
-            copy.copy_(bucket.exact)
+            copy = bucket.exact.clone()
         else:
             bucket.write(1.0 / max(1, self._num_samples))
             copy = bucket.reduced
