@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType
 from typing import Any, NamedTuple
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION
@@ -63,7 +65,7 @@ class Worker(NamedTuple):
 
     @property
     def has_abort(self) -> bool:
-        return any(frame[0] == "abort_generation" for frame in self.inbox)
+        return bool(self.inbox) and any(frame[0] == "abort_generation" for frame in self.inbox)
 
     def has_gradients(self, iteration: int) -> bool:
         return self.step // 4 == iteration and self.own and self.back
@@ -113,21 +115,28 @@ class Share(NamedTuple):
 
 
 TEXT = ("reason", "_reasons", "why")
+_HASHABLE = (int, str, bool, frozenset, NoneType)
 
 
 def freeze(value: Any, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """A hashable stand-in that leaves out texts; `memo` remembers those of frozen dataclasses."""
-    if isinstance(value, (int, str, frozenset)):
+    kind = type(value)
+    if kind in _HASHABLE:
         return value
-    if isinstance(value, (tuple, list)):
-        return tuple(freeze(item, memo) for item in value)
+    if kind in (tuple, list):
+        return tuple([freeze(item, memo) for item in value])
     if isinstance(value, Mapping):
-        return tuple((key, freeze(value[key], memo)) for key in sorted(value) if key not in TEXT)
+        return tuple([(key, freeze(value[key], memo)) for key in sorted(value) if key not in TEXT])
     if not is_dataclass(value):
         return value
     if memo is not None and id(value) in memo:
         return memo[id(value)][1]
-    frozen = tuple(freeze(getattr(value, field.name), memo) for field in fields(value) if field.name not in TEXT)
+    frozen = tuple([freeze(getattr(value, name), memo) for name in _names(kind)])
     if memo is not None:
         memo[id(value)] = value, frozen  # holding it keeps its id its own
     return frozen
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.name not in TEXT)
