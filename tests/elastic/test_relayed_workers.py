@@ -96,6 +96,23 @@ def test_a_frame_out_of_place_costs_that_worker_alone(relay):
     assert relay.next("response")[1]["found"] is False
 
 
+def test_a_frame_that_repeats_another_one_is_as_right_or_wrong(relay):
+    """Equal frames are read and checked once."""
+    wrong = {"op": "suspect", "generation": "0", "reason": ""}
+    relay.send(rank0=wrong, rank1=wrong)
+    assert [relay.next("close_worker")[1]["rank"] for _ in RANKS] == RANKS
+
+
+def test_a_frame_that_repeats_another_one_comes_after_the_hello(world):
+    relay = Relay(world[2])
+    suspect = {"op": "suspect", "generation": 0, "reason": "slow"}
+    relay.send(rank0=hello(0))
+    relay.send(rank0=suspect, rank1=suspect)
+    assert relay.next("close_worker")[1]["rank"] == 1
+    relay.send(rank0={"op": "check", "keys": ["a"], "id": 1})
+    assert relay.next("response")[0] == [0]
+
+
 def test_a_guardian_speaks_for_its_own_workers_alone(world):
     address, *_ = world
     fields = {"role": "guardian", "ranks": [1], "host": "here", "address": ["127.0.0.1", 1]}

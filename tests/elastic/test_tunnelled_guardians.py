@@ -303,9 +303,10 @@ def test_a_bad_frame_costs_its_guardian_alone(make, header):
     world.until(lambda: 2 in world.served.server.workers)
 
 
-def test_what_is_no_frame_of_a_worker_costs_its_guardian_alone(make):
+@pytest.mark.parametrize("frame", [b"no frame at all", b""])
+def test_what_is_no_frame_of_a_worker_costs_its_guardian_alone(make, frame):
     world = make()
-    world.guardians[1].socket.sendall(encode_from_workers([(1, b"no frame at all")]))
+    world.guardians[1].socket.sendall(encode_from_workers([(1, frame)]))
     world.until(lambda: world.guardians[1].is_closed)
     assert [each.guarded_ranks for each in world.served.server.guardians()] == [(0,), (2,)]
 
