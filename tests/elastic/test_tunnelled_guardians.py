@@ -15,12 +15,7 @@ from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.listener import open_listener
-from parallel3d.elastic.frames import (
-    FrameReader,
-    encode_frame,
-    encode_from_guardians,
-    encode_from_workers,
-)
+from parallel3d.elastic.frames import FrameReader, encode_frame, encode_from_guardians, encode_from_workers
 from parallel3d.elastic.guardian.relay import Relay, relay_address
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.settings import LaunchTimeouts
