@@ -41,9 +41,7 @@ def explore(model: Model, start: World, *, max_worlds: int = 10**6) -> Explored:
             except (Violation, AssertionError) as error:
                 raise Violation(f"{error}\n{_way(came_from, world)}\n  {label}") from None
             assert len(came_from) <= max_worlds, f"more than {max_worlds} worlds"
-        num_worlds = len(came_from)
-        came_from.clear()
-    return Explored(num_worlds, ends)
+    return Explored(len(came_from), ends)
 
 
 @contextmanager
