@@ -38,9 +38,9 @@ def state(**fields) -> HeartbeatState:
     return HeartbeatState(**{**healthy, "waiting": False, "step": 3, **fields})
 
 
-def check(after_s: float, *, stopped: bool | None = False, since_s: float = 0.0, **fields) -> str:
+def check(after_s: float, *, stopped_s: float | None = None, since_s: float = 0.0, **fields) -> str:
     """The diagnosis at 1000 + `after_s`."""
-    return diagnose(state(**fields), PATIENCE, now_s=1000.0 + after_s, since_s=since_s, stopped=stopped)
+    return diagnose(state(**fields), PATIENCE, now_s=1000.0 + after_s, since_s=since_s, stopped_s=stopped_s)
 
 
 def test_heartbeat_timeouts_follow_the_round_trip_between_their_bounds():
@@ -67,19 +67,19 @@ def test_by_default_the_lower_limits_decide_at_the_round_trips_of_one_host():
 @pytest.mark.parametrize(
     ("after_s", "facts", "why"),
     [
-        (0.49, {"stopped": True}, ""),
-        (0.51, {"stopped": True}, "silent for 0.5 s (stopped)"),
-        (1.09, {"stopped": True, "last_instruction_s": 1000.6}, ""),  # an instruction is a sign, too
-        (1.11, {"stopped": True, "last_instruction_s": 1000.6}, "silent for 0.5 s (stopped)"),
+        (0.49, {"stopped_s": 0.1}, ""),
+        (0.51, {"stopped_s": 0.1}, "silent for 0.5 s (stopped)"),
+        (1.09, {"stopped_s": 0.1, "last_instruction_s": 1000.6}, ""),  # an instruction is a sign, too
+        (1.11, {"stopped_s": 0.1, "last_instruction_s": 1000.6}, "silent for 0.5 s (stopped)"),
         (1.99, {}, ""),  # runnable: starved
         (2.01, {}, "silent for 2.0 s"),
-        (1.99, {"stopped": None}, ""),  # the kernel can't be asked
-        (2.01, {"stopped": None}, "silent for 2.0 s"),
-        (4.99, {"stopped": True, "mode": Mode.SUSPENDED}, ""),
-        (5.01, {"stopped": True, "mode": Mode.SUSPENDED}, "silent for 5.0 s (stopped)"),
+        (4.99, {"stopped_s": 0.49, "mode": Mode.SUSPENDED}, ""),  # an evaluation that was silent, stopped for a moment
+        (5.01, {"stopped_s": 0.51, "mode": Mode.SUSPENDED}, "silent for 5.0 s (stopped)"),
+        (19.99, {"mode": Mode.SUSPENDED}, ""),
         (20.01, {"mode": Mode.SUSPENDED}, "silent for 20.0 s"),
-        (9999.0, {"stopped": True, "mode": Mode.STARTING}, ""),
-        (9999.0, {"stopped": True, "since_s": 10998.6}, ""),  # the guardian itself had been away until then
+        (20.01, {"stopped_s": 0.1, "mode": Mode.SUSPENDED}, "silent for 20.0 s"),
+        (9999.0, {"stopped_s": 9999.0, "mode": Mode.STARTING}, ""),
+        (9999.0, {"stopped_s": 0.4, "since_s": 10998.6}, ""),  # the guardian itself had been away until then
         (59.0, {"last_beat_s": 1059.0}, ""),
         (61.0, {"last_beat_s": 1061.0}, "stuck for 61 s at instruction 7"),
         (9999.0, {"last_beat_s": 10999.0, "waiting": True}, ""),
@@ -96,32 +96,42 @@ def test_who_is_given_up(after_s, facts, why):
     after_s=st.floats(0.0, 1e4),
     mode=st.sampled_from(Mode),
     waiting=st.booleans(),
-    stopped=st.sampled_from([True, False, None]),
+    stopped_s=st.one_of(st.none(), st.floats(0.0, 1e4)),
     since_s=st.floats(0.0, 2e4),
 )
-def test_nobody_is_given_up_before_its_time(after_s, mode, waiting, stopped, since_s):
-    if check(after_s, mode=mode, waiting=waiting, stopped=stopped, since_s=since_s):
-        least = PATIENCE.heartbeat_timeout_s * (1 if stopped else 4) * (10 if mode is Mode.SUSPENDED else 1)
-        assert mode is not Mode.STARTING and after_s > least and 1000.0 + after_s - since_s > least
+def test_nobody_is_given_up_before_its_time(after_s, mode, waiting, stopped_s, since_s):
+    if check(after_s, mode=mode, waiting=waiting, stopped_s=stopped_s, since_s=since_s):
+        limit_s, is_suspended = PATIENCE.heartbeat_timeout_s, mode is Mode.SUSPENDED
+        silent_s = min(after_s, 1000.0 + after_s - since_s)
+        is_silent = silent_s > 4 * limit_s * (10 if is_suspended else 1)
+        is_long_stopped = stopped_s is not None and (stopped_s if is_suspended else silent_s) > limit_s
+        assert mode is not Mode.STARTING and (is_silent or is_long_stopped)
 
 
 class Ward:
-    """One child with pid 1, whose pulse and whose guardian's clock the test moves."""
+    """One child, with pid 1 at first, whose pulse and whose guardian's clock the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
+        self.pid = 1
         self.slot = HeartbeatPage(1).slot(0)
         self.monitor = HeartbeatMonitor({1: self.slot}, clock=lambda: self.now_s)
         self.slot[:] = memoryview(bytearray(64)).cast("d")
         self.slot[0] = self.slot[2] = self.now_s
         self.slot[3] = Mode.RUNNING
 
+    def adopt(self, pid: int, mode: Mode) -> None:
+        """Gives the pulse to a real process."""
+        self.pid = pid
+        self.slot[3] = mode
+        self.monitor.add(pid, self.slot)
+
     def pass_time(self, seconds: float) -> dict[int, str]:
         """Looks in the usual rhythm; everything that was seen."""
         seen: dict[int, str] = {}
         for _ in range(round(seconds / CHECK_INTERVAL_S)):
             self.now_s += CHECK_INTERVAL_S
-            seen |= self.monitor.check([1])
+            seen |= self.monitor.check([self.pid])
         return seen
 
 
@@ -220,6 +230,42 @@ def test_a_worker_that_is_stopped_before_it_trains_is_killed(passes_s, num_check
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
         seen = [list(monitor.check([sleeper.pid]).values()) for _ in range(num_checks)]
         assert seen == [*[[]] * (num_checks - 1), [expected]]
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.parametrize("mode", [Mode.RUNNING, Mode.SUSPENDED])
+def test_a_worker_that_is_stopped_is_killed_after_the_same_time_in_every_mode(mode):
+    ward, sleeper = Ward(), subprocess.Popen(["sleep", "60"])
+    ward.adopt(sleeper.pid, mode)
+    try:
+        ward.monitor.begin(PATIENCE)
+        assert ward.pass_time(1.9) == {}  # silent, but not stopped
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+        if mode is Mode.SUSPENDED:
+            assert ward.pass_time(0.5) == {}
+        assert ward.pass_time(0.1)[sleeper.pid].endswith("(stopped)")
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_moments_of_a_stop_are_not_added_up():
+    ward, sleeper = Ward(), subprocess.Popen(["sleep", "60"])
+    ward.adopt(sleeper.pid, Mode.SUSPENDED)
+    try:
+        ward.monitor.begin(PATIENCE)
+        for _ in range(5):
+            sleeper.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+            assert ward.pass_time(0.4) == {}
+            sleeper.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
+            assert ward.pass_time(0.1) == {}
     finally:
         sleeper.kill()
         sleeper.wait()

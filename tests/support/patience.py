@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from parallel3d.elastic.frames import PING_S
-from parallel3d.elastic.guardian.heartbeat import SUSPENDED_FACTOR
 from parallel3d.elastic.stub import STUB_PATIENCE
 from tests.support import signal_cells, training_cells
 from tests.support.signal_cells import RECOVERY, STUB_AND_COORDINATOR, SignalCell
@@ -25,8 +24,8 @@ def patience_s(cell: Cell) -> float:
 
     KILL    0: a death is seen at once, by waitpid and closed connections. PING_S for a torchrun: how often its stubs
             look for it (stub.py)
-    STOP    of a worker its heartbeat timeout (heartbeat.py), SUSPENDED_FACTOR times that in an evaluation or a save,
-            control_s before it trains (guardian.py: stopped_s); of a guardian, coordinator or relay STUB_PATIENCE x
+    STOP    of a worker its heartbeat timeout (heartbeat.py), control_s before it trains (guardian.py: stopped_s); of a
+            guardian, coordinator or relay STUB_PATIENCE x
             control_s, after which its stub kills it (stub.py); 0 of a stub or a torchrun, which delay nothing; of a
             stub whose coordinator is lost failover_s, for which guardians look for the next one there
             (coordinator_link.py)
@@ -64,7 +63,7 @@ def _stop_patience_s(cell: Cell) -> float:
     if cell.phase == "start":
         return control_s
     if is_training:
-        return training_cells.HEARTBEAT_S * (1.0 if cell.phase == GROUPS else SUSPENDED_FACTOR)
+        return training_cells.HEARTBEAT_S
     return float(spec["heartbeat_s"])
 
 

@@ -205,7 +205,7 @@ def _config(cell: TrainingCell, directory: Path, text: Path) -> dict[str, Any]:
             "control_timeout_s": CONTROL_S,
             "max_rejoins": 0,
             "faults": [{"rank": cell.num_ranks - 1, "step": STRIKE_STEP + 4}] if cell.phase == GROUPS else [],
-            "heartbeat_timeout": {"min_s": HEARTBEAT_S, "max_s": HEARTBEAT_S},  # ten times as long in these phases
+            "heartbeat_timeout": {"min_s": HEARTBEAT_S, "max_s": HEARTBEAT_S},
         },
         "checkpoint": {"every": STRIKE_STEP, "keep_last": 99, "save_at_end": True},
         "run": {

@@ -15,8 +15,10 @@ Beats and instructions both count as signs of life. Beats cover long instruction
 takes Python's lock from the main thread, and on a busy machine keeps it until it gets a core. 20 beats a second cost 1
 to 2 % of a step.
 
-Both timeouts follow the network's measured round trip, and are ten times as long while a worker evaluates, saves, or
-runs its first steps. Before it starts to train, only a worker that the kernel has stopped is killed.
+Both timeouts follow the network's measured round trip. While a worker evaluates, saves, or runs its first steps, they
+are ten times as long, except for one that the kernel reports as stopped: there the stop itself must last for
+`heartbeat_timeout_s`, since such work may have been silent before. Before it starts to train, only a stopped worker is
+killed.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ STARVED_FACTOR = 4.0
 SUSPENDED_FACTOR = 10.0
 LATE_CHECKS = 3.0
 MISSED_BEATS = 3.0
+SILENT_S = 2 * HEARTBEAT_INTERVAL_S
+"""The kernel is asked about workers that are silent for longer."""
 START_CHECK_S = 0.5
 """Between two checks of workers that have not started to train; a late one counts for two."""
 
@@ -57,7 +61,7 @@ class Mode(IntEnum):
     """Not monitored."""
     RUNNING = 1
     SUSPENDED = 2
-    """Long work that counts no instructions: timeouts are ten times as long."""
+    """Long work that counts no instructions: timeouts are ten times as long, unless the kernel has stopped it."""
 
 
 class HeartbeatPage:
@@ -176,19 +180,23 @@ def plan_heartbeat_timeouts(
 
 
 def diagnose(
-    state: HeartbeatState, timeouts: HeartbeatTimeouts, *, now_s: float, since_s: float, stopped: bool | None
+    state: HeartbeatState, timeouts: HeartbeatTimeouts, *, now_s: float, since_s: float, stopped_s: float | None
 ) -> str:
     """Returns why a worker must be killed, or "".
 
-    Times before `since_s` do not count. `stopped` is the kernel's report, None without one.
+    Times before `since_s` do not count. `stopped_s`: for how long the kernel has reported it as stopped; None if it
+    does not.
     """
     if state.mode is Mode.STARTING:
         return ""
-    factor = SUSPENDED_FACTOR if state.mode is Mode.SUSPENDED else 1.0
+    is_suspended = state.mode is Mode.SUSPENDED
+    factor = SUSPENDED_FACTOR if is_suspended else 1.0
     silent_s = now_s - max(state.last_activity_s, since_s)
     starved_s = max(STARVED_FACTOR * timeouts.heartbeat_timeout_s, MISSED_BEATS * HEARTBEAT_INTERVAL_S)
-    if silent_s > factor * (timeouts.heartbeat_timeout_s if stopped else starved_s):
-        return f"silent for {silent_s:.1f} s" + (" (stopped)" if stopped else "")
+    if stopped_s is not None and (stopped_s if is_suspended else silent_s) > timeouts.heartbeat_timeout_s:
+        return f"silent for {silent_s:.1f} s (stopped)"
+    if silent_s > factor * starved_s:
+        return f"silent for {silent_s:.1f} s"
     still_s = now_s - max(state.last_instruction_s, since_s)
     if not state.waiting and still_s > factor * timeouts.watchdog_timeout_s:
         return f"stuck for {still_s:.0f} s at instruction {state.num_instructions}"
@@ -213,6 +221,8 @@ class HeartbeatMonitor:
         self._stopped_for_s = dict.fromkeys(slots, 0.0)
         """How long checks in a row have found a child stopped before it trains."""
         self._last_start_check_s = float("-inf")
+        self._stopped_since_s: dict[int, float] = {}
+        """The first of the checks in a row that have found a child in training stopped."""
         self._clock = clock
         self.timeouts: HeartbeatTimeouts | None = None
         self._since_s = self._last_check_s = 0.0
@@ -224,6 +234,7 @@ class HeartbeatMonitor:
     def add(self, pid: int, slot: HeartbeatSlot) -> None:
         """Monitors one more child."""
         self._slots[pid], self._stopped_for_s[pid] = slot, 0.0
+        self._stopped_since_s.pop(pid, None)
 
     def begin(self, timeouts: HeartbeatTimeouts) -> None:
         """Sets the timeouts, as every coordinator does. Only the first time forgets earlier silence: else coordinators
@@ -243,11 +254,18 @@ class HeartbeatMonitor:
         self._last_check_s = now_s
         for pid in pids:
             state = read_heartbeat(self._slots[pid])
-            silent = now_s - state.last_activity_s > self.timeouts.heartbeat_timeout_s
-            stopped = is_stopped(pid) if silent else False
-            if why := diagnose(state, self.timeouts, now_s=now_s, since_s=self._since_s, stopped=stopped):
+            is_silent = now_s - state.last_activity_s > min(SILENT_S, self.timeouts.heartbeat_timeout_s)
+            stopped_s = self._stop_lasts_s(pid, now_s, is_silent=is_silent)
+            if why := diagnose(state, self.timeouts, now_s=now_s, since_s=self._since_s, stopped_s=stopped_s):
                 unresponsive[pid] = why
         return unresponsive
+
+    def _stop_lasts_s(self, pid: int, now_s: float, *, is_silent: bool) -> float | None:
+        """Returns for how long checks in a row have found a child in training stopped; None if it is not."""
+        if not (is_silent and is_stopped(pid)):
+            self._stopped_since_s.pop(pid, None)
+            return None
+        return now_s - max(self._stopped_since_s.setdefault(pid, now_s), self._since_s)
 
     def _check_starting(self, pids: Iterable[int]) -> dict[int, str]:
         """Returns the children that have been stopped for too long before they train. A late check, of a
