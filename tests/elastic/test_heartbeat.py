@@ -266,6 +266,11 @@ def test_moments_of_a_stop_are_not_added_up():
             sleeper.send_signal(signal.SIGCONT)
             os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
             assert ward.pass_time(0.1) == {}
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+        for mode in (Mode.SUSPENDED, Mode.RUNNING, Mode.SUSPENDED):
+            ward.slot[0], ward.slot[3] = ward.now_s, mode  # it has beaten in between
+            assert ward.pass_time(0.3) == {}
     finally:
         sleeper.kill()
         sleeper.wait()

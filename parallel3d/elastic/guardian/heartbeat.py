@@ -43,8 +43,6 @@ STARVED_FACTOR = 4.0
 SUSPENDED_FACTOR = 10.0
 LATE_CHECKS = 3.0
 MISSED_BEATS = 3.0
-SILENT_S = 2 * HEARTBEAT_INTERVAL_S
-"""The kernel is asked about workers that are silent for longer."""
 START_CHECK_S = 0.5
 """Between two checks of workers that have not started to train; a late one counts for two."""
 
@@ -254,15 +252,16 @@ class HeartbeatMonitor:
         self._last_check_s = now_s
         for pid in pids:
             state = read_heartbeat(self._slots[pid])
-            is_silent = now_s - state.last_activity_s > min(SILENT_S, self.timeouts.heartbeat_timeout_s)
-            stopped_s = self._stop_lasts_s(pid, now_s, is_silent=is_silent)
+            is_silent = now_s - state.last_activity_s > self.timeouts.heartbeat_timeout_s
+            stopped_s = self._stop_lasts_s(pid, now_s, is_asked=is_silent or state.mode is Mode.SUSPENDED)
             if why := diagnose(state, self.timeouts, now_s=now_s, since_s=self._since_s, stopped_s=stopped_s):
                 unresponsive[pid] = why
         return unresponsive
 
-    def _stop_lasts_s(self, pid: int, now_s: float, *, is_silent: bool) -> float | None:
-        """Returns for how long checks in a row have found a child in training stopped; None if it is not."""
-        if not (is_silent and is_stopped(pid)):
+    def _stop_lasts_s(self, pid: int, now_s: float, *, is_asked: bool) -> float | None:
+        """Returns for how long checks in a row have found a child in training stopped; None if it is not, or the
+        kernel is not asked."""
+        if not (is_asked and is_stopped(pid)):
             self._stopped_since_s.pop(pid, None)
             return None
         return now_s - max(self._stopped_since_s.setdefault(pid, now_s), self._since_s)
