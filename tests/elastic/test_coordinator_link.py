@@ -16,7 +16,7 @@ import pytest
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.listener import open_listener
-from parallel3d.elastic.guardian import name_lookup
+from parallel3d.elastic.guardian import coordinator_link, name_lookup
 from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink
 from parallel3d.elastic.guardian.link_events import LinkEvents
 from parallel3d.elastic.guardian.run_secret import RunSecret
@@ -294,8 +294,9 @@ def test_after_the_end_of_the_run_nobody_is_searched_for(make):
     assert world.events == ["welcome", "lost"] and not world.link.is_searching
 
 
-def test_last_words_are_sent_before_the_end(make):
+def test_last_words_are_sent_before_the_end(make, monkeypatch):
     """More of them than fit into the socket's buffers."""
+    monkeypatch.setattr(coordinator_link, "LAST_WORDS_S", 300.0)
     world = make()
     served = world.serve()
     world.link.find(served.address)
@@ -312,5 +313,5 @@ def test_last_words_are_sent_before_the_end(make):
     serving = threading.Thread(target=serve)
     serving.start()
     world.link.close()
-    serving.join(10)
+    serving.join(300)
     assert served.got[-1]["op"] == "stop"

@@ -26,7 +26,7 @@ def test_work_is_done_in_order_whoever_gives_it():
     for giver in givers:
         giver.start()
     for giver in givers:
-        giver.join(10)
+        giver.join(300)
     assert len(futures) == 200 and not wait(futures, timeout=300).not_done
     assert all([number for giver, number in done if giver == who] == list(range(50)) for who in range(4))
 
