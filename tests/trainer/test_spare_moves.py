@@ -25,7 +25,8 @@ def leave(step: int, *ranks: int) -> list[FaultConfig]:
 
 
 def dies_in_second(rank: int, phase: str) -> list[FaultConfig]:
-    """In the second recovery from step 2 on: the first is that from a loss in this step, then spares move."""
+    """In the second recovery from step 2 on: the first is that from a loss in this step, which this rank must have
+    begun (one in the update waits for all of its replica), then spares move."""
     return [FaultConfig(rank=rank, step=3, phase=phase, kind="sleep", seconds=0.0), dies(rank, 3, phase)]
 
 
@@ -68,11 +69,13 @@ ROWS = {
     ),
     "pp3": Row(parallel=LONG, faults=[dies(4, 1), dies(9, 2, "update")], widths=(2, 2, 1), num_changes=3),
     "mover-dies-in-the-change": Row(
-        faults=[*TWO_BREAK, *dies_in_second(4, "recovery_moves")], widths=(1, 1), num_changes=3
+        faults=[dies(0, 1), dies(5, 2, "update"), *dies_in_second(4, "recovery_moves")],
+        widths=(1, 1),
+        num_changes=3,
     ),
     "source-dies-in-the-change": Row(
         parallel=WIDE,
-        faults=[dies(0, 1), dies(7, 2), *dies_in_second(8, "recovery_confirm")],
+        faults=[dies(0, 1), dies(7, 2, "update"), *dies_in_second(8, "recovery_confirm")],
         widths=(2, 2),
         num_changes=3,
     ),
