@@ -25,10 +25,9 @@ def patience_s(cell: Cell) -> float:
     KILL    0: a death is seen at once, by waitpid and closed connections. PING_S for a torchrun: how often its stubs
             look for it (stub.py)
     STOP    of a worker its heartbeat timeout (heartbeat.py), control_s before it trains (guardian.py: stopped_s); of a
-            guardian, coordinator or relay STUB_PATIENCE x
-            control_s, after which its stub kills it (stub.py); 0 of a stub or a torchrun, which delay nothing; of a
-            stub whose coordinator is lost failover_s, for which guardians look for the next one there
-            (coordinator_link.py)
+            guardian, coordinator or relay STUB_PATIENCE x control_s, after which its stub kills it (stub.py); 0 of a
+            stub or a torchrun, which delay nothing; of a stub whose coordinator is lost failover_s, for which guardians
+            look for the next one there (coordinator_link.py)
     CONT    as STOP, but no longer than the moment
 
     failover_s is added where a side has no majority, and waits for other hosts before it ends
