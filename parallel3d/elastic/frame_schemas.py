@@ -22,16 +22,16 @@ Parsed = TypeVar("Parsed")
 
 def is_count(value: object) -> bool:
     """True for an integer from 0 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 def is_place(value: object) -> bool:
     """True for a place in a list, or the length of one."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ITEMS
+    return type(value) is int and 0 <= value <= MAX_ITEMS
 
 
 def is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return type(value) is int and abs(value) < 2**63
 
 
 def is_number(value: object) -> bool:
@@ -65,6 +65,13 @@ def is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
 
 
+def are_counts(value: object) -> bool:
+    """True for a list of counts. Checked at once: a loss among 10,240 workers has 9,000 such lists."""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        return False
+    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63)
+
+
 def or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -93,15 +100,15 @@ _ERROR = object_of(text=is_text, is_run_wide=is_flag, exit_code=is_integer, cons
 _STATE = object_of(newest_generation=is_integer, committed_generation=is_integer)
 _JOIN = object_of(part=or_none(is_pair), is_ready=is_flag)
 _TIMEOUTS = object_of(heartbeat_timeout_s=is_number, watchdog_timeout_s=is_number)
-_STATUS = object_of(doing=is_text, for_s=is_number, is_waiting=is_flag, what=is_text, peers=list_of(is_count))
+_STATUS = object_of(doing=is_text, for_s=is_number, is_waiting=is_flag, what=is_text, peers=are_counts)
 _TARGET = object_of(
     **dict.fromkeys(("rank", "stage", "replica"), or_none(is_count)),
     host=or_none(is_text),
 )
 
 HELLO: dict[str, Fields] = {
-    "worker": {"ranks": list_of(is_count), "host": is_text, "log": is_text},
-    "guardian": {"ranks": list_of(is_count), "host": is_text, "address": is_address},
+    "worker": {"ranks": are_counts, "host": is_text, "log": is_text},
+    "guardian": {"ranks": are_counts, "host": is_text, "address": is_address},
     "relay": {},
     "operator": {},
 }
@@ -114,7 +121,7 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "finish": {"exit_code": is_integer, "permission": is_text},
         "announce_drain": {},
         "worker_status": {"status": _STATUS},
-        "probed": {"round": is_count, "unreachable": list_of(is_count)},
+        "probed": {"round": is_count, "unreachable": are_counts},
         "set": {"key": is_text},
         "get": {"key": is_text, "id": is_count},
         "get_all": {"keys": list_of(is_text), "id": is_count},
@@ -139,13 +146,13 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "request_status": {},
         "offer_worker": {"slot": is_count},
         "ping": {},
-        "from_workers": {"ranks": list_of(is_count), "sizes": list_of(is_count)},
+        "from_workers": {"ranks": are_counts, "sizes": are_counts},
     },
     "relay": {
         "from_guardians": {
-            "guardians": list_of(is_count),
+            "guardians": are_counts,
             "ranks": list_of(or_none(is_count)),
-            "sizes": list_of(is_count),
+            "sizes": are_counts,
         },
         "guardian_lost": {"guardian": is_count},
         "ping": {},
@@ -165,7 +172,7 @@ RECORDS: dict[str, Fields] = {
     "resumed": {"generation": is_count, "regroup_s": is_number, "plan": is_text},
     "notice": {"text": is_text},
     "balance": {"text": is_text, "step": is_count},
-    "drain_slow": {"text": is_text, "step": is_count, "ranks": list_of(is_count)},
+    "drain_slow": {"text": is_text, "step": is_count, "ranks": are_counts},
 }
 """Fields of those published records that the coordinator reads, by their kind."""
 
@@ -173,7 +180,7 @@ OPTIONAL: Fields = {
     "membership_state": lambda value: _STATE(value) and _JOIN(value),
     "num_workers": is_count,
     "by_command": is_flag,
-    "joined": list_of(is_count),
+    "joined": are_counts,
     "monitor": or_none(_TIMEOUTS),
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),
 }

@@ -40,6 +40,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from parallel3d.errors import ProtocolError, shorten
@@ -132,7 +133,7 @@ def _split(sizes: Sequence[int], payload: bytes, number: int) -> Iterator[memory
 
 def encode_to_workers(ranks: Iterable[int], frame: bytes) -> bytes:
     """Returns the beginning of a frame that a guardian passes on to `ranks`; `frame` itself follows it."""
-    return _encode_header({"op": "to_workers", "ranks": list(ranks)}, len(frame))
+    return _with_lengths(_to_workers(tuple(ranks)), len(frame))
 
 
 def encode_to_guardians(numbers: Sequence[int], frame: bytes) -> bytes:
@@ -148,7 +149,16 @@ def encode_to_their_workers(receivers: Sequence[tuple[int, int]], frame: bytes) 
 
 
 def _encode_header(header: dict[str, Any], num_payload_bytes: int) -> bytes:
-    text = json.dumps(header).encode()
+    return _with_lengths(json.dumps(header).encode(), num_payload_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _to_workers(ranks: tuple[int, ...]) -> bytes:
+    """Cached: several frames in a row go to the same workers of each guardian."""
+    return json.dumps({"op": "to_workers", "ranks": ranks}).encode()
+
+
+def _with_lengths(text: bytes, num_payload_bytes: int) -> bytes:
     return _LENGTHS.pack(len(text), num_payload_bytes) + text
 
 

@@ -195,6 +195,8 @@ class Coordinator:
         op = header["op"]
         if self._moved_to:
             pass
+        elif connection.rank is not None:
+            self._on_worker_message(connection, connection.rank, header, payload)
         elif op == "hello" and header["role"] == "operator":
             connection.hello = header
         elif op == "hello":
@@ -204,8 +206,6 @@ class Coordinator:
             self._requests.handle(connection, header, self._elastic_membership)
         elif connection.guarded_ranks:
             self._on_guardian_message(connection, op, header)
-        elif connection.rank is not None:
-            self._on_worker_message(connection, connection.rank, header, payload)
         else:
             raise ProtocolError(f"{op!r} before hello")
 
@@ -267,6 +267,8 @@ class Coordinator:
         if self._status.workers[rank].ended and header["op"] != "finish":
             return  # evicted, but not yet at its end: what it does and how it fails is no longer the run's
         match header["op"]:
+            case op if op in MEMBERSHIP_OPS and self._membership:
+                self._membership.handle(rank, header, payload)
             case "publish":
                 self._on_record(rank, header["record"])
             case op if op in KV_STORE_OPS:
@@ -286,8 +288,6 @@ class Coordinator:
             case "worker_status":
                 self._hang_reporter.add_status(rank, header["status"])
                 self._stall_check.change_deadline.add_status(rank, header["status"])
-            case op if op in MEMBERSHIP_OPS and self._membership:
-                self._membership.handle(rank, header, payload)
             case _ if self._shutdown.aborting:
                 return
             case op:

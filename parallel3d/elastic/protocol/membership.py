@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +46,13 @@ class LogPosition:
 
     @staticmethod
     def from_json(data: Json) -> LogPosition:
-        return LogPosition(**data)
+        return _read_position(**data)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _read_position(iteration: int, evaluation: int) -> LogPosition:
+    """Cached: the reports of thousands of workers have few positions."""
+    return LogPosition(iteration=iteration, evaluation=evaluation)
 
 
 @dataclass(frozen=True, kw_only=True)
