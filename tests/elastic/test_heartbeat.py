@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.schema import ElasticConfig, TimeoutConfig
+from parallel3d.elastic.guardian import heartbeat as heartbeat_module
 from parallel3d.elastic.guardian.heartbeat import (
     CHECK_INTERVAL_S,
     HEARTBEAT_INTERVAL_S,
@@ -161,6 +164,42 @@ def test_a_guardian_that_was_away_itself_begins_anew():
     ward.now_s += 30.0  # no process ran
     assert ward.monitor.check([1]) == {} and ward.pass_time(1.9) == {}
     assert list(ward.pass_time(0.3)) == [1]
+
+
+class InterruptedSlot:
+    """A slot whose reader is interrupted after so many reads, while its worker goes on."""
+
+    def __init__(self, slot, *, after_reads, go_on):
+        self._slot, self._reads_left, self._go_on = slot, after_reads, go_on
+
+    def __getitem__(self, field):
+        if self._reads_left == 0:
+            self._go_on()
+        self._reads_left -= 1
+        return self._slot[field]
+
+
+@pytest.mark.parametrize("after_reads", range(6))
+@pytest.mark.parametrize("excuse", ["wait", "long work"])
+def test_a_worker_that_goes_on_while_its_slot_is_read_is_not_stuck(excuse, after_reads, monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    slot = HeartbeatPage(1).slot(0)
+    heartbeat = Heartbeat(slot)
+    heartbeat.mode = Mode.RUNNING if excuse == "wait" else Mode.SUSPENDED
+    if excuse == "wait":
+        heartbeat.on_wait(Wait("", (1,)))
+
+    def go_on():
+        if excuse == "wait":
+            heartbeat.on_wait(None)
+        else:
+            heartbeat.mode = Mode.RUNNING
+
+    now_s += 2 * PATIENCE.watchdog_timeout_s
+    seen = read_heartbeat(InterruptedSlot(slot, after_reads=after_reads, go_on=go_on))
+    seen = replace(seen, last_beat_s=now_s)  # its heartbeats came all the time
+    assert diagnose(seen, PATIENCE, now_s=now_s, since_s=0.0, stopped_s=None) == ""
 
 
 def test_a_heartbeat_is_read_by_another_process():

@@ -148,12 +148,18 @@ class HeartbeatState:
 
 
 def read_heartbeat(slot: HeartbeatSlot) -> HeartbeatState:
+    """Returns what a slot holds, while its worker writes to it.
+
+    A worker counts an instruction before it notes that a wait or long work is over. What excuses its silence is read
+    first, so that a guardian that is interrupted in here never sees an excuse that is gone beside a time before that.
+    """
+    mode, waiting = Mode(int(slot[_MODE])), bool(slot[_WAITING])
     return HeartbeatState(
         last_beat_s=slot[_BEAT],
         last_instruction_s=slot[_MOVED],
         num_instructions=int(slot[_COUNT]),
-        mode=Mode(int(slot[_MODE])),
-        waiting=bool(slot[_WAITING]),
+        mode=mode,
+        waiting=waiting,
         step=int(slot[_STEP]) or None,
     )
 
