@@ -20,9 +20,9 @@ test: lint  # every axis once, in five to ten minutes on two cores
 test-rest: lint  # more rows and the longer tests: the second half of CI; MINUTES=30: what can be begun in that time
 	$(PYTEST) --no-loadscope-reorder -n $(WORKERS) --tier rest $(if $(MINUTES),--minutes $(MINUTES))
 
-test-clients: $(CLIENTS)/.ok  # with the real libraries of trackers and lm_eval, which the other tests skip
+test-clients: $(CLIENTS)/.ok  # with the real libraries of trackers, lm_eval and datasets, which the other tests skip
 	$(CLIENTS)/bin/python -m pytest tests/monitor/test_trackers.py tests/door/test_tracked_runs.py \
-	  tests/evaluation/test_harness_tasks.py
+	  tests/evaluation/test_harness_tasks.py tests/data/test_datasets_library.py
 
 test-all: lint  # everything: all rows of all tables
 	$(PYTEST) -n $(WORKERS) --tier full
@@ -55,5 +55,5 @@ $(CLIENTS)/.ok: $(VENV)/.ok
 	$(PYTHON) -m venv $(CLIENTS)
 	echo "import site; site.addsitedir('$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt wandb mlflow-skinny trackio lm_eval
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt wandb mlflow-skinny trackio lm_eval datasets
 	touch $@
