@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallel3d.config.sections.data import TokenizerConfig
-from parallel3d.data.corpus import load_corpus
-from tests.support.word_corpus import lines, open_words
+from tests.data.test_dataset_folder import READ, TEXTS, texts_of
 
 datasets = pytest.importorskip("datasets", reason="one of the clients' libraries")
-TEXTS = ["one\n", "", None, "zwei 😀 größe", *lines(40), "end"]
-
-
-def texts_of(source: Path, cache: Path) -> list[str]:
-    settings = dict(tokenizer=TokenizerConfig(kind="bytes"), validation_fraction=0.0, num_lanes=1)
-    train = load_corpus(open_words(source, cache, **settings).folder).train
-    return [train.documents.read(index) for index in range(len(train))]
 
 
 def rows() -> Any:
     return datasets.Dataset.from_dict({"text": TEXTS, "number": list(range(len(TEXTS)))})
-
-
-def with_large_strings(dataset: Any) -> Any:
-    return dataset.cast_column("text", datasets.Value("large_string"))
 
 
 CHANGES = {
@@ -36,7 +22,7 @@ CHANGES = {
     "filtered": lambda dataset: dataset.filter(lambda row: row["number"] % 3 > 0),
     "mapped": lambda dataset: dataset.map(lambda row: {"text": (row["text"] or "").upper()}),
     "two after each other": lambda dataset: datasets.concatenate_datasets([dataset, dataset.select([7, 3])]),
-    "large strings": with_large_strings,
+    "large strings": lambda dataset: dataset.cast_column("text", datasets.Value("large_string")),
 }
 
 
@@ -62,4 +48,4 @@ def test_what_it_keeps_beside_the_rows_is_not_read(tmp_path):
     rows().save_to_disk(folder)
     datasets.load_from_disk(str(folder)).map(lambda row: {"text": f"mapped {row['number']}"})
     assert list(folder.glob("cache-*.arrow"))
-    assert texts_of(folder, tmp_path / "cache") == [text for text in TEXTS if text]
+    assert texts_of(folder, tmp_path / "cache") == READ
