@@ -6,6 +6,7 @@ FOLDER/batches.json has each rank's samples of each step. The weights go to FOLD
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ def main(rank: int, folder: Path) -> None:
         optimizer.step()
     torch.save(torch.cat([each.detach().view(-1) for each in network.parameters()]), folder / f"weights-{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # DistributedDataParallel keeps the threads of gloo: one that needs the GIL as Python ends is an abort
 
 
 if __name__ == "__main__":
