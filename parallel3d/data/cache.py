@@ -28,7 +28,7 @@ def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, l
     """
     if folder.is_dir():
         return
-    with _lock(folder.with_suffix(".lock"), token, log):
+    with locked(folder.with_suffix(".lock"), token, log):
         if folder.is_dir():
             return
         scratch = folder.with_suffix(".building")
@@ -45,8 +45,11 @@ def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, l
 
 
 @contextmanager
-def _lock(path: Path, token: AbortToken, log: Callable[[str], None]) -> Iterator[None]:
-    """Holds the file lock at `path`; the system releases that of a dead process."""
+def locked(path: Path, token: AbortToken, log: Callable[[str], None]) -> Iterator[None]:
+    """Holds the file lock at `path`; the system releases that of a dead process.
+
+    Raises DataError if there can be none, GenerationEnded once the token is aborted.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")

@@ -55,15 +55,16 @@ def are_own_devices(device_ids: Sequence[str], local_world_size: int) -> bool:
     return local_world_size > 1 and "" not in device_ids and len(set(device_ids)) == local_world_size
 
 
-def init_device(device: torch.device, *, deterministic: bool = False, cache: str | None = None) -> None:
+def init_device(device: torch.device, *, deterministic: bool = False, kernels: Path | None = None) -> None:
     """Makes the device this process's own; call it before the device is used.
 
     Kernels are compiled in this process: helper processes would outlive a worker that is killed. They are kept in the
-    folder `cache`, so that the next start finds them; torch's own place is a temporary folder.
+    folder `kernels`, so that the next start finds them; torch's own place is a temporary folder.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if cache is not None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "inductor"))
+    if kernels is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels / "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(kernels / "triton"))
     if device.type != "cuda":
         return
     for name, value in NCCL_ENVIRONMENT.items():

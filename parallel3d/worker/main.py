@@ -59,6 +59,7 @@ from parallel3d.worker.fault_injection import corrupt_weight
 from parallel3d.worker.gemm_timing import agree_on_gemm
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.join_terms import JOIN_KEY, JoinTerms
+from parallel3d.worker.kernel_cache import open_kernel_cache
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
 
@@ -150,11 +151,15 @@ def user_files(config: Config) -> list[Path]:
 
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:
-    """Chooses and initialises this worker's device and CPU threads."""
+    """Chooses and initialises this worker's device and CPU threads, and says where compiled kernels are."""
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     has_own_device = are_own_devices(exchange_device_ids(context), context.local_world_size)
     device = choose_device(config, context.local_rank, context.local_world_size, has_own_device=has_own_device)
-    init_device(device, deterministic=config.run.deterministic, cache=config.data.cache_directory)
+    kernels = open_kernel_cache(str(config.data.cache_directory))
+    kernels.fetch(context.control.token)
+    if context.rank == 0:
+        kernels.keep_later()
+    init_device(device, deterministic=config.run.deterministic, kernels=kernels.folder)
     print(f"computing on {device}; GPUs found: {torch.cuda.device_count()}", flush=True)
     torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)

@@ -1,6 +1,7 @@
 """Which device a rank takes, and which groups it then makes."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -147,12 +148,12 @@ def test_a_deterministic_device(cuda_calls):
     assert device_module.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_compiled_kernels_are_kept_beside_the_data(cuda_calls):
+def test_compiled_kernels_have_a_folder(cuda_calls):
     environment = device_module.os.environ
-    init_device(torch.device("cpu"), cache="/cache")
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/inductor"
-    init_device(torch.device("cpu"), cache="/other")
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/inductor", "as the user has set it"
+    environment["TRITON_CACHE_DIR"] = "/mine"
+    init_device(torch.device("cpu"), kernels=Path("/kernels"))
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/kernels/inductor"
+    assert environment["TRITON_CACHE_DIR"] == "/mine", "as the user has set it"
 
 
 def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):

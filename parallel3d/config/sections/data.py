@@ -103,7 +103,9 @@ class DataConfig(Section):
     """Attention doesn't cross the end of a document (EOS) in a packed sequence: each document is trained on as if it
     were a sequence of its own. Applies to evaluations too."""
     cache_directory: str | None = None
-    """Folder for tokenizers and indexes, which are made once. Null: ~/.cache/parallel3d."""
+    """Folder for tokenizers, indexes and compiled kernels, which are made once. Null: ~/.cache/parallel3d. Where it is
+    on a network, kernels are compiled into a folder of each host below TMPDIR, which starts with those that the cache
+    has and adds what it lacks."""
     prefetch: PositiveInt = 2
     """Steps whose batches are prepared in advance."""
     num_processes: NonNegativeInt = 0
