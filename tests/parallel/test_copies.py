@@ -9,7 +9,7 @@ from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.staged_group import HostCopy, to_device
 from tests.support.lazy_accelerator import LazyAccelerator
 from tests.support.run_secrets import SECRET
-from tests.support.socket_links import message
+from tests.support.socket_links import message, until
 
 
 def test_which_devices_are_accelerators():
@@ -69,7 +69,7 @@ def test_copies_of_the_two_directions_do_not_wait_for_each_other():
 
 @pytest.mark.parametrize("shape", [(2, 3), (5,), (0, 4)])
 def test_links_send_from_a_stream_for_copies(shape):
-    """The sending thread alone waits, and only for the copy that it is about to write."""
+    """The sending thread alone waits, only for the copy that it is about to write; each thread has set its device."""
     devices = [LazyAccelerator(), LazyAccelerator()]
     listeners = [open_listener("127.0.0.1") for _ in range(2)]
     addresses = [listener.getsockname() for listener in listeners]
@@ -85,3 +85,7 @@ def test_links_send_from_a_stream_for_copies(shape):
     assert torch.equal(received, tensor)
     assert devices[0].log == ["to_host waits for compute", "to_host copies", "the host waits for to_host"]
     assert devices[1].log == []
+    for device, other in zip(devices, ("links-_write_to", "links-_read_from"), strict=True):
+        threads = ["links-_accept", other]
+        until(lambda device=device, threads=threads: sorted(device.users) == threads)
+        assert sorted(device.users) == threads

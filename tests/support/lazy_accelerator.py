@@ -7,6 +7,7 @@ holds NaN (the largest integer), so what is read before its event is seen in the
 Its clock is moved by the test, by spinning and, if `wait_s` is set, by each wait of the computing stream.
 """
 
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +23,8 @@ class LazyAccelerator(Accelerator):
     def __init__(self):
         self.device = torch.device("cpu")
         self.log = []
+        self.users = []
+        """The names of the threads that have set this device as theirs."""
         self.kept = []
         self.now_s, self.wait_s = 0.0, 0.0
         self.is_behind = False
@@ -31,7 +34,7 @@ class LazyAccelerator(Accelerator):
         self._current = COMPUTE
 
     def use(self):
-        pass
+        self.users.append(threading.current_thread().name)
 
     def synchronize(self):
         for stream in self._streams.values():
