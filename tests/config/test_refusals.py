@@ -113,6 +113,9 @@ INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
         (["debug.profile.ranks=[1]"], {"debug.profile.ranks"}),
         (["debug.replica_check_every=0"], {"debug.replica_check_every"}),
         (["run.num_steps=null"], {"run.num_steps"}),
+        (["run.p2p=nccl", "run.device=cpu"], {"run.p2p"}),
+        (["run.p2p=nccl", "run.device=cuda_shared"], {"run.p2p"}),
+        (["run.p2p=nccl", "data.document_mask=true"], {"run.p2p"}),
         (["run.num_steps=null", "debug.profile.steps=[3,2]"], {"run.num_steps", "debug.profile.steps"}),
     ],
 )
@@ -145,6 +148,8 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["lr_schedule.warmup_steps=11", "lr_schedule.decay_tokens=5"],  # of two units: neither is known to be longer
         ["run.num_steps=null", "run.num_tokens=1000", "debug.profile.steps=[3,11]"],
         ["run.num_tokens=1000"],
+        ["run.p2p=nccl", "run.device=cuda"],
+        ["run.p2p=host", "run.device=cuda_shared", "data.document_mask=true"],
     ],
 )
 def test_what_the_rules_allow(tiny: Path, overrides: list[str]):

@@ -9,7 +9,15 @@ import torch
 
 import parallel3d.worker.device as device_module
 import parallel3d.worker.network as network_module
-from parallel3d.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig
+from parallel3d.config.schema import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.errors import ConfigError
 from parallel3d.parallel.abort import AbortToken
@@ -27,12 +35,13 @@ from parallel3d.worker.device import (
 from parallel3d.worker.network import SocketNetwork
 
 
-def config(device):
+def config(device, *, p2p="auto", document_mask=False):
     return Config(
         model=ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2),
         batch=BatchConfig(micro_batch_size=1, sequence_length=4),
         optimizer=OptimizerConfig(learning_rate=1.0),
-        run=RunConfig(num_steps=1, device=device),
+        data=DataConfig(document_mask=document_mask),
+        run=RunConfig(num_steps=1, device=device, p2p=p2p),
     )
 
 
@@ -170,6 +179,18 @@ def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
     assert environment["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
 
 
+def first_transports(config, device, hosts, pp_size):
+    """Those of rank 1 in the first generation of a run on one host or two, which it opens without a listener."""
+    context = SimpleNamespace(rank=1, address="127.0.0.1", secret=b"", control=None)
+    network = SocketNetwork(config, context, torch.device(device))
+    network._listener = SimpleNamespace()
+    grid = Grid.uniform(tp_size=2, pp_size=pp_size, dp_size=2)
+    record = GenerationRecord(
+        generation=0, grid=grid, previous=None, members=grid.ranks, hosts=dict(enumerate(hosts)), addresses={}
+    )
+    return network.transports(record, AbortToken())
+
+
 @pytest.mark.parametrize(
     "wanted,device,hosts,pp_size,kinds",
     [
@@ -203,14 +224,7 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, pp_size, kin
         return SimpleNamespace(streams=None)
 
     monkeypatch.setattr(network_module, "SocketLinks", make_links)
-    context = SimpleNamespace(rank=1, address="127.0.0.1", secret=b"", control=None)
-    network = SocketNetwork(config(wanted), context, torch.device(device))
-    network._listener = SimpleNamespace()
-    grid = Grid.uniform(tp_size=2, pp_size=pp_size, dp_size=2)
-    record = GenerationRecord(
-        generation=0, grid=grid, previous=None, members=grid.ranks, hosts=dict(enumerate(hosts)), addresses={}
-    )
-    transports = network.transports(record, AbortToken())
+    transports = first_transports(config(wanted), device, hosts, pp_size)
     names = ("generation0/world", "generation0/dp/stage0/tp1", "generation0/tp/stage0/replica0")
     found = [transports.make_group(name, (0, 1)) for name in names]
     described = tuple(f"staged {group._host.kind}" if isinstance(group, StagedGroup) else group.kind for group in found)
@@ -220,6 +234,30 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, pp_size, kin
     assert isinstance(transports.make_group("generation0/tp/stage0/replica1", (1,)), SoloGroup) and len(made) == 3
     accelerator = links[0]["accelerator"]
     assert (torch.device("cpu") if accelerator is None else accelerator.device) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    "wanted,device,settings,expected",
+    [
+        ("cuda", "cuda:1", {}, True),
+        ("auto", "cuda:1", {}, True),
+        ("cuda", "cuda:1", {"p2p": "nccl"}, True),
+        ("cuda", "cuda:1", {"p2p": "host"}, False),
+        ("cuda", "cuda:1", {"document_mask": True}, False),
+        ("cuda_shared", "cuda:0", {}, False),
+        ("auto", "cpu", {}, False),
+        ("auto", "cpu", {"p2p": "nccl"}, False),  # auto has found no GPU
+        ("cpu", "cpu", {}, False),
+    ],
+)
+def test_which_stages_send_from_gpu_to_gpu(monkeypatch, wanted, device, settings, expected):
+    monkeypatch.setattr(network_module, "SocketLinks", lambda **settings: SimpleNamespace(streams=None))
+    monkeypatch.setattr(network_module, "NcclGroup", SimpleNamespace)
+    make_pair = first_transports(config(wanted, **settings), device, "aa", 2).make_pair
+    assert (make_pair is not None) == expected
+    if make_pair is not None:
+        group = make_pair("generation0/pair", (1, 3))
+        assert (group.rank, group.ranks, group.device) == (0, (1, 3), torch.device(device))
 
 
 @pytest.mark.parametrize(("workers", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])
