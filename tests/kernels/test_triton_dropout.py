@@ -29,7 +29,6 @@ def test_both_passes(dtype, width, first, num_local, probability):
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=0)
 def test_both_passes_of_a_million():
     assert_same_bits(draw(140, 7167, dtype=torch.bfloat16), seq=50, batch=3, first=7, probability=0.1)
 
