@@ -109,6 +109,20 @@ def test_the_table_of_speeds():
     assert row(table, "torchtitan dp2 \\*")[1:4] == ["768 to 796", "", "0.77 to 0.80"]
 
 
+@pytest.mark.parametrize(
+    "policy, name, cell",
+    [
+        ("fp32", "ours dp2", "0.88 (at least 0.85)"),
+        ("bf16", "ours dp2", "0.88 (below 0.90)"),
+        ("bf16", "ours tp2", "0.88 (at least 0.75)"),
+    ],
+)
+def test_what_is_wanted_depends_on_the_format(policy: str, name: str, cell: str):
+    machine = name.replace("ours", "machine")
+    runs = [cpu.Run(name=machine, round=0, tokens_per_s=[100.0]), cpu.Run(name=name, round=0, tokens_per_s=[88.0])]
+    assert row(cpu.speed_table(variants(machine, name), Workload(policy=policy), runs), name)[4] == cell
+
+
 def test_the_table_without_the_plain_loop_has_no_ratios():
     runs = [cpu.Run(name="ours dp2", round=0, tokens_per_s=[10.0])]
     table = cpu.speed_table(variants("ours dp2"), WORKLOAD, runs)
