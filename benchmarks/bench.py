@@ -1,6 +1,6 @@
 """Did this tree become slower? Ratios of our speed to the plain loop's and to the machine's bound, beside a record.
 
-    make bench                                        # two to three minutes, nothing else running
+    make bench                                        # two to three minutes on an EPYC, nothing else running
     python benchmarks/bench.py --rounds 3 --record    # writes this CPU's figures into benchmarks/records.json
 
 trains a model of the quickstart's size in every layout, in fp32 and bf16, in turn with a plain torch loop and with the
