@@ -85,7 +85,7 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
                 typed="python benchmarks/generation.py --width 512 --dtype bf16 --texts 8",
             ),
             not_run("python benchmarks/sources.py --size-mb 4000", QUIET),
-            not_run("python benchmarks/device_plan.py --devices H100,H200", QUIET, "tests/rehearsal/test_meta_rank.py"),
+            not_run("python benchmarks/device_plan.py --devices H100,H200", QUIET, "tests/test_device_budget.py"),
             not_run("python benchmarks/gpu.py --out visit", QUIET, "tests/test_gpu_visit.py"),
         ),
         "docs/checkpoints.md": (

@@ -279,6 +279,32 @@ def test_kernels_in_c_need_a_cpu_and_a_compiler(monkeypatch):
             choose_kernels(asked, CPU, agreed="c")
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch, is_installed):
+    """Whatever the ranks have agreed on for CPUs."""
+    monkeypatch.setattr(choice, "find_spec", lambda name: object() if is_installed else None)
+    gpu = torch.device("cuda", 1)
+    assert choose_kernels("auto", gpu, agreed="c") == ("triton" if is_installed else "torch")
+    assert choose_kernels("torch", gpu, agreed="c") == "torch"
+    if is_installed:
+        assert choose_kernels("triton", gpu) == "triton"
+    else:
+        with pytest.raises(ConfigError, match="Triton is not installed"):
+            choose_kernels("triton", gpu)
+
+
+def test_triton_on_a_cpu_is_refused_but_in_its_interpreter(monkeypatch):
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    for is_interpreted in (True, False):
+        monkeypatch.setattr(choice, "is_interpreted", lambda answer=is_interpreted: answer)
+        assert choose_kernels("auto", CPU) == "torch"
+        if is_interpreted:
+            assert choose_kernels("triton", CPU) == "triton"
+        else:
+            with pytest.raises(ConfigError, match="the run is on cpu, and Triton's kernels are for GPUs"):
+                choose_kernels("triton", CPU)
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_resumes_keeps_the_choices(tmp_path):
