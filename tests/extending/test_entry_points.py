@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from parallel3d.monitor.run_folder import METRICS, iterate_metrics
 from tests.extending.copies import ROOT
@@ -44,39 +46,65 @@ def installed_package(site: Path, entry_points: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
 
 
-def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None:
-    """Those of docs/extending.md, as the modules of another package; no torch is imported for them."""
-    site = tmp_path / "site"
+def run_in(environment: dict[str, str], *command: object) -> str:
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def package_of_four(site: Path, broken: str = "") -> dict[str, str]:
+    """The rule, the schedules and the family of docs/extending.md as the modules of another package; `broken` is one
+    more of the last group."""
     groups = [f"[parallel3d.{group}]\nmine = mine_{file}:{NAMES[group]}\n" for group, file in FILES.items()]
-    broken = "[parallel3d.schedules]\nmine = mine_eager_1f1b:SCHEDULE\nbroken = mine_broken:SCHEDULE\n"
-    environment = installed_package(site, "\n".join([groups[0], broken, *groups[2:]]))
+    environment = installed_package(site, "\n".join([*groups, broken]))
     for file in FILES.values():
         (site / f"mine_{file}.py").write_text((EXTENDING / f"{file}.py").read_text())
-    (site / "mine_broken.py").write_text("\n1 / 0\n")
-    config = {
-        "model": dict(
-            architecture="starcoder2",
-            vocab_size=9,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-        ),
+    return environment
+
+
+def config_of_four(**others: Any) -> dict[str, Any]:
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    return {
+        "model": dict(architecture="starcoder2", vocab_size=257, **sizes),
         "parallel": {"schedule": "eager-1f1b", "pp_size": 2},
         "batch": {"sequence_length": 8, "global_batch_size": 4, "micro_batch_size": 1},
-        "optimizer": {"kind": "ademamix", "learning_rate": 0.1},
-        "lr_schedule": {"kind": "mine"},
-        "run": {"num_steps": 2},
+        "optimizer": {"kind": "ademamix", "learning_rate": 0.01},
+        "lr_schedule": {"kind": "mine", "decay_steps": 4},
+        **others,
     }
-    (tmp_path / "a.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    *found, has_torch, warnings = json.loads(done.stdout)
+
+
+def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None:
+    """No torch is imported for them; one that can't be imported is a warning."""
+    site = tmp_path / "site"
+    environment = package_of_four(site, broken="broken = mine_broken:shape\n")
+    (site / "mine_broken.py").write_text("\n1 / 0\n")
+    (tmp_path / "a.json").write_text(json.dumps(config_of_four(run={"num_steps": 4})))
+    *found, has_torch, warnings = json.loads(run_in(environment, "-c", SCRIPT, tmp_path / "a.json"))
     assert found == [0.125, "ademamix", 0.5, "eager-1f1b", "starcoder2"] and not has_torch
     (warning,) = warnings
-    assert "parallel3d.schedules: broken = mine_broken:SCHEDULE" in warning
+    assert "parallel3d.lr_schedules: broken = mine_broken:shape" in warning
     assert "mine_broken.py, line 2" in warning and "ZeroDivisionError" in warning
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_workers_of_a_run_have_them(tmp_path: Path) -> None:
+    """Two stages train two steps: the rates are those of the schedule, and each stage saves the rule's third state."""
+    environment, run = package_of_four(tmp_path / "site"), tmp_path / "run"
+    (tmp_path / "text.txt").write_text("a text of some words\n" * 400)
+    data = {"sources": [str(tmp_path / "text.txt")], "cache_directory": str(tmp_path), "tokenizer": {"kind": "bytes"}}
+    short = {"num_steps": 2, "threads_per_rank": 1, "evaluate_at_end": False, "directory": str(run)}
+    config = config_of_four(data=data, monitor={"charts": False}, run=short)
+    (tmp_path / "a.json").write_text(json.dumps(config))
+    assert "eager-1f1b" in run_in(environment, "-m", "parallel3d", "train", "--config", tmp_path / "a.json")
+    rates = [line["lr"] for line in iterate_metrics(run / METRICS) if "event" not in line]
+    assert rates == pytest.approx([0.01 * (0.1 + 0.9 * 0.5 ** (3 * step / 4)) for step in (1, 2)])  # to a tenth
+    for stage, name in enumerate(("embedding.weight", "head.weight")):
+        with safe_open(run / "checkpoints" / "latest" / f"rank-{stage:05}.safetensors", "pt") as file:
+            names = file.keys()
+        assert any(each.startswith(f"slow_moment/{name}/") for each in names)
 
 
 OBSERVERS = """
@@ -99,13 +127,6 @@ class Watch(parallel3d.Callback):
     def on_end(self, result):
         print("watched", self.seen)
 """
-
-
-def run_in(environment: dict[str, str], *command: object) -> str:
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
