@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 
 from parallel3d import __version__
 from tests.support.hf_tokenizers import write_folder
-from tests.support.launch_runs import metrics, wait_for_change, wait_for_step
+from tests.support.launch_runs import STARTED, metrics, wait_for_change, wait_for_step
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("parallel3d", "configs", "launch", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
@@ -48,6 +48,7 @@ HUGGING_FACE = {
 }
 """By model_type: the kind of the tokenizer, and the fields of config.json."""
 LINE = "{0} is followed by {1}.\n"
+CHANGE = "membership"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,11 @@ class Installation:
 
     def start(self, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
         command = [sys.executable, str(self.folder / "bin" / "parallel3d"), *arguments]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=cwd, env=self.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        STARTED.append(process)
+        return process
 
     def run(self, *arguments: str, cwd: Path) -> str:
         """The command's output; it must succeed."""
@@ -186,16 +189,59 @@ def write_hugging_face(folder: Path, model_type: str) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).save_pretrained(folder)
 
 
+SHORT = (
+    *("batch.sequence_length=64", "batch.global_batch_size=4", "optimizer.learning_rate=3e-3"),
+    *("run.threads_per_rank=1", "monitor.charts=false", "run.directory=run", "data.cache_directory=cache"),
+    *("parallel.tp_size=2", "parallel.pp_size=2", 'data.sources=["my_text.txt"]'),
+)
+
+
+def kill(rank: int) -> str:
+    return f"elastic.faults={json.dumps([{'rank': rank, 'step': 5, 'phase': 'forward'}])}"
+
+
+def train_through_a_restart(installation: Installation, folder: Path) -> None:
+    """Without a replica all four start again, from the newest checkpoint if there is one by then."""
+    more = ("run.num_steps=8", "checkpoint.every=1", "restart.max_restarts=1")
+    said = installation.run("train", "--config", "mine", kill(rank=3), *SHORT, *more, cwd=folder)
+    assert "lost pp1 dp0 tp1 (rank 3)" in said and "restart 1 of 1" in said
+    assert metrics(folder / "run")[-1]["step"] == 8
+
+
+def train_through_a_return(installation: Installation, folder: Path) -> None:
+    """With a replica the others train on, without a checkpoint, until all of the grid is back; then it is stopped."""
+    more = ("parallel.dp_size=2", "run.num_tokens=null", "run.num_steps=100000", "elastic.max_rejoins=1")
+    process = installation.start("train", "--config", "mine", kill(rank=5), *SHORT, *more, cwd=folder)
+    run = folder / "run"
+    try:
+        wait_for_change(run, 2)  # the loss, then the return
+        wait_for_step(run, len(metrics(run)) + 3)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    lost, *_, back = [line for line in map(json.loads, (run / "metrics.jsonl").open()) if line.get("event") == CHANGE]
+    assert (lost["step"], [who["coordinates"] for who in lost["who"]]) == (5, ["pp1 dp0 tp1"])
+    assert (lost["widths"], lost["lost"], back["widths"], back["live"]) == ([2, 1], 1, [2, 2], 8)
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.sample(0, rest=1)
-@pytest.mark.parametrize("model_type", HUGGING_FACE)
+@pytest.mark.parametrize(
+    ("model_type", "train"), [("qwen3", train_through_a_return), ("llama", train_through_a_restart)]
+)
 def test_from_hugging_face_to_hugging_face(
-    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+    installation: Installation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model_type: str,
+    train: Callable[[Installation, Path], None],
 ):
-    """A user's folder and text, each step one command: trained on 2 x 2 workers of which one is killed, exported, and
-    the same model in transformers. Without a replica all four start again, from the newest checkpoint if there is one
-    by then."""
+    """A user's folder and text, each step one command: trained on tp 2 x pp 2 with a worker that is killed, exported,
+    and the same model in transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -203,18 +249,9 @@ def test_from_hugging_face_to_hugging_face(
     write_hugging_face(tmp_path / "mine", model_type)
     (tmp_path / "my_text.txt").write_text("".join(LINE.format(number, number + 1) for number in range(2000)))
     (tmp_path / "other.txt").write_text(LINE.format(7, 8))
-    kill = json.dumps([{"rank": 3, "step": 5, "phase": "forward"}])
-    short = ["batch.sequence_length=64", "batch.global_batch_size=4", "run.num_steps=8", "optimizer.learning_rate=3e-3"]
-    small = ["run.threads_per_rank=1", "monitor.charts=false", "run.directory=run", "data.cache_directory=cache"]
-    layout = ["parallel.tp_size=2", "parallel.pp_size=2", "checkpoint.every=1", "restart.max_restarts=1"]
-    text = 'data.sources=["my_text.txt"]'
-    said = installation.run(
-        "train", "--config", "mine", text, f"elastic.faults={kill}", *layout, *short, *small, cwd=tmp_path
-    )
-    assert "lost pp1 dp0 tp1 (rank 3)" in said and "restart 1 of 1" in said
+    train(installation, tmp_path)
     lines = metrics(tmp_path / "run")
-    assert lines[-1]["step"] == 8 and lines[-1]["loss"] < lines[0]["loss"]
-
+    assert lines[-1]["loss"] < lines[0]["loss"]
     installation.run("convert", "to-hf", "run", "out", cwd=tmp_path)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == model_type
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
