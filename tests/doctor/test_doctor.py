@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -173,6 +174,32 @@ def test_shared_memory_that_is_not_there(tmp_path: Path):
     assert levels(host_checks.check_shared_memory(tmp_path / "shm")) == ["warning"]
 
 
+SMALL = 'mount -t tmpfs -o size="$0" none /dev/shm && exec "$@"'
+
+
+def can_mount() -> bool:
+    command = ["unshare", "-rm", "sh", "-c", SMALL, "64m", "true"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(("size", "is_ok"), [("64m", False), ("1100m", True)])
+def test_too_little_shared_memory(size: str, is_ok: bool):
+    """A /dev/shm of its own: of Docker's default size, and of one that is enough."""
+    if not can_mount():
+        pytest.skip("no file system can be mounted")
+    ask = (
+        "from pathlib import Path; from parallel3d.doctor.host_checks import check_shared_memory as check; "
+        "(found,) = check(Path('/dev/shm')); print(found.level, found.text, found.fix, sep='|')"
+    )
+    command = ["unshare", "-rm", "sh", "-c", SMALL, size, sys.executable, "-c", ask]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    level, text, fix = done.stdout.strip().split("|")
+    assert text == f"{int(size[:-1]):,} MiB free in /dev/shm"
+    assert (level, bool(fix)) == (("ok", False) if is_ok else ("warning", True)) and ("--shm-size" in fix) != is_ok
+
+
 @pytest.mark.parametrize(("now", "skew", "level"), [(1e9, 0.0, "problem"), (2e9, -60.0, "warning"), (2e9, 0.1, "ok")])
 def test_the_clock(now: float, skew: float, level: str):
     assert levels(host_checks.check_clock(now, skew)) == [level]
@@ -197,6 +224,33 @@ def test_gpus_that_torch_does_not_find(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.level == "problem" and "built for CPUs" in found.text
     (found,) = check_gpus_and_torch(facts, {"CUDA_VISIBLE_DEVICES": ""})
     assert found.level == "warning" and "CUDA_VISIBLE_DEVICES" in found.text
+
+
+GPU_FACTS = {"num_gpus": 2, "gpus": ["NVIDIA H200"] * 2, "cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (
+            dict(GPU_FACTS, nccl="2.28.9"),
+            [("GPUs", "ok", "2: NVIDIA H200; CUDA 13.0"), ("NCCL", "ok", "2.28.9")],
+        ),
+        (
+            dict(GPU_FACTS, nccl=None),
+            [("GPUs", "ok", "2: NVIDIA H200; CUDA 13.0"), ("NCCL", "warning", "missing in this build of torch")],
+        ),
+        (
+            {"failure": "libcudart.so.13: cannot open shared object file"},
+            [("torch", "problem", "importing it fails: libcudart.so.13: cannot open shared object file")],
+        ),
+    ],
+)
+def test_gpus_and_nccl(facts: dict[str, Any], expected: list[tuple[str, str, str]]):
+    """From what torch would find where GPUs are."""
+    found = list(check_gpus_and_torch(facts, {}))
+    assert [(each.topic, each.level, each.text) for each in found] == expected
+    assert all(bool(each.fix) == (each.level != "ok") for each in found)
 
 
 def test_a_line():
