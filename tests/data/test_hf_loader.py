@@ -218,6 +218,26 @@ def test_it_starts_no_threads_and_survives_a_fork(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+POOL = """
+import os, sys
+from parallel3d.data.tokenizer_files import open_tokenizer
+from pathlib import Path
+encode = open_tokenizer(Path(sys.argv[1]))._tokenizer.encode_batch
+num_threads = len(os.listdir("/proc/self/task"))
+encode(["the cat"] * 500, add_special_tokens=False)
+print(len(os.listdir("/proc/self/task")) - num_threads)
+"""
+
+
+@pytest.mark.parametrize(("value", "num_threads"), [("true", 3), ("false", 0)])
+def test_the_librarys_own_pool_can_be_turned_on(tmp_path, value, num_threads):
+    """It has as many threads as its own variable says, by default one for every core."""
+    environment = {**os.environ, module.PARALLELISM: value, "RAYON_NUM_THREADS": "3"}
+    command = [sys.executable, "-c", POOL, str(write_folder(tmp_path))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, f"{num_threads}\n"), done.stderr
+
+
 # --- as a corpus ------------------------------------------------------------------------------------------------------
 
 
