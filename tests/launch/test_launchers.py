@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.commands import train
-from tests.support.launch_runs import PATIENCE_S, STARTED, wait_for_change, wait_for_step
+from tests.support.launch_runs import PATIENCE_S, STARTED, metrics, wait_for_change, wait_for_step
 from tests.support.member_processes import free_port
 
 pytestmark = pytest.mark.slow
@@ -131,21 +131,55 @@ def test_the_other_ranks_of_a_host_wait_for_the_one_that_says_why(
         assert ("run.num_steps" in capsys.readouterr().err, waits) == (says_it, waited)
 
 
+DEEPSPEED_JSON = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+    "activation_checkpointing": {"partition_activations": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_max_lr": 5e-3, "warmup_type": "linear"},
+    },
+    "curriculum_learning": {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 8,
+        "max_difficulty": 16,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+    },
+}
+DEEPSPEED_FIELDS = {
+    "batch": dict(global_batch_size=16, micro_batch_size=2, num_micro_batches=8, sequence_length=16),
+    "parallel": dict(pp_size=2, dp_size=2, zero_stage=1, recompute="full"),
+    "optimizer": dict(learning_rate=5e-3, beta2=0.95, weight_decay=0.1, max_grad_norm=0.5),
+    "lr_schedule": dict(kind="linear", warmup_steps=2, decay_steps=5, min_ratio=0.0),
+    "precision": dict(policy="bf16"),
+    "run": dict(num_steps=NUM_STEPS),
+}
+"""What follows; pp_size, sequence_length and num_steps are the configuration's, which the file leaves out."""
+
+
 @pytest.mark.full
 def test_deepspeeds_command_with_its_json(folder: Folder):
     """What the file says replaces the configuration's fields; what it leaves out stays."""
     file = folder.path / "ds_config.json"
-    batch = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}
-    optimizer = {"type": "AdamW", "params": {"lr": 5e-3}}
-    zero = {"stage": 1, "overlap_comm": True}
-    file.write_text(json.dumps({**batch, "optimizer": optimizer, "zero_optimization": zero}))
+    file.write_text(json.dumps(DEEPSPEED_JSON))
     command = [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(free_port()), TRAIN]
     words = ["--config", str(folder.config("with-json", [])), "--deepspeed", "--deepspeed_config", str(file)]
     code, out = run([*command, *words], DS_ACCELERATOR="cpu")
-    assert code == 0 and out.count("no effect here: zero_optimization.overlap_comm") == 1, out
+    ignored = "zero_optimization.overlap_comm, activation_checkpointing.partition_activations"
+    assert code == 0 and out.count(f"no effect here: {ignored}") == 1, out
     resolved = json.loads((folder.path / "with-json" / "config.json").read_text())
-    assert (resolved["batch"]["num_micro_batches"], resolved["optimizer"]["learning_rate"]) == (8, 5e-3)
-    assert (resolved["parallel"]["pp_size"], resolved["run"]["num_steps"]) == (2, NUM_STEPS)
+    for section, fields in DEEPSPEED_FIELDS.items():
+        assert {name: resolved[section][name] for name in fields} == fields
+    steps = metrics(folder.path / "with-json")
+    assert [step["sequence_length"] for step in steps] == [8, 8, 8, 16, 16]
+    assert [step["lr"] for step in steps] == pytest.approx([2.5e-3, 5e-3, 1e-2 / 3, 5e-3 / 3, 0.0])
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     code, out = run([*command, *words], DS_ACCELERATOR="cpu")
     assert code != 0 and "zero_optimization.stage = 3: must be 0 or 1" in out and "Traceback" not in out
