@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,19 +120,57 @@ def test_recipes_are_well_formed():
     subprocess.run(["bash", "-n", str(RECIPES / "slurm.sbatch")], check=True)
 
 
+def docker_ignored() -> tuple[set[str], list[str]]:
+    """What .dockerignore names: in the top folder, and anywhere (without **/)."""
+    lines = (RECIPES.parent / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and line[0] != "#"]
+    tops = {name for name in patterns if not name.startswith("**/")}
+    return tops, [name.removeprefix("**/") for name in patterns if name not in tops]
+
+
+def is_ignored(path: Path) -> bool:
+    """Of a path below the checkout."""
+    tops, anywhere = docker_ignored()
+    return path.parts[0] in tops or any(fnmatch(part, name) for part in path.parts for name in anywhere)
+
+
 def test_the_image_has_nothing_that_git_ignores():
     """`COPY . .` leaves out .git and what .gitignore names; the sources, which the image needs, stay."""
     root = RECIPES.parent
-    patterns = {line for line in (root / ".dockerignore").read_text().splitlines() if line and line[0] != "#"}
+    tops, anywhere = docker_ignored()
     lines = (line.strip() for line in (root / ".gitignore").read_text().splitlines())
     names = [line.rstrip("/") for line in lines if line and line[0] != "#"]
-    ignored = {name.removeprefix("/") if name.startswith("/") else f"**/{name}" for name in names}
-    assert patterns == {".git"} | ignored
-    tops = {name for name in patterns if not name.startswith("**/")}
-    anywhere = [name.removeprefix("**/") for name in patterns - tops]
+    assert tops == {".git"} | {name.removeprefix("/") for name in names if name.startswith("/")}
+    assert set(anywhere) == {name for name in names if not name.startswith("/")}
     for path in (*root.glob("parallel3d/**/*.py"), *root.glob("configs/**/*.json"), root / "constraints.txt"):
-        parts = path.relative_to(root).parts
-        assert parts[0] not in tops and not any(fnmatch(part, name) for part in parts for name in anywhere), path
+        assert not is_ignored(path.relative_to(root)), path
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_steps_of_the_image(tmp_path: Path):
+    """From what `COPY . .` takes the installing line makes the command that the image runs; without Docker, Debian's
+    packages and those of PyPI, which are here already."""
+    lines = (RECIPES / "Dockerfile").read_text().splitlines()
+    steps = [tuple(line.split(maxsplit=1)) for line in lines if line[:1].isupper()]
+    assert ("COPY", ". .") in steps
+    image, data, site = tmp_path / "image", tmp_path / "data", tmp_path / "site"
+    data.mkdir()
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if is_ignored(Path(folder, name).relative_to(RECIPES.parent))}
+
+    shutil.copytree(RECIPES.parent, image, symlinks=True, ignore=left_out)
+    (install,) = [words for step, words in steps if step == "RUN" and words.startswith("pip install ")]
+    here = f"{shlex.quote(sys.executable)} -m pip install --no-deps --no-index --no-build-isolation --quiet"
+    shell = f"{here} --target {shlex.quote(str(site))} {install.removeprefix('pip install ')}"
+    done = subprocess.run(["sh", "-c", shell], cwd=image, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    entry, words = (json.loads(dict(steps)[step]) for step in ("ENTRYPOINT", "CMD"))
+    command = [sys.executable, str(site / "bin" / entry[0]), *entry[1:], *words]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=data, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0 and "train" in done.stdout and "doctor" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (3, False), (7, True)])
@@ -209,11 +249,29 @@ def test_slurm_takes_a_job_away(cluster: MakeCluster):
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_skypilot(cluster: MakeCluster):
+@pytest.mark.sample(0, rest=1)
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_skypilot(cluster: MakeCluster, is_lost: bool):
+    """From start to end, or with the last of three machines lost: the same command, run again in its place, joins."""
     command = yaml.safe_load((RECIPES / "skypilot.yaml").read_text())["run"]
-    nodes = cluster(2)
+    num_nodes = 3 if is_lost else 2
+    nodes = cluster(num_nodes, num_steps=500 if is_lost else 60)
     addresses = "\n".join(host.address for host in nodes.network.hosts)
+
+    def start(host: Host) -> None:
+        sky = dict(SKYPILOT_NODE_RANK=str(host.number - 1), SKYPILOT_NUM_NODES=str(num_nodes))
+        sky |= dict(SKYPILOT_NODE_IPS=addresses, SKYPILOT_NUM_GPUS_PER_NODE="1")
+        nodes.start(host, command, CLOUD="aws", **sky)
+
     for host in nodes.network.hosts:
-        sky = dict(SKYPILOT_NODE_RANK=str(host.number - 1), SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS=addresses)
-        nodes.start(host, command, SKYPILOT_NUM_GPUS_PER_NODE="1", CLOUD="aws", **sky)
+        start(host)
+    if is_lost:
+        nodes.network.weather = SLOW
+        nodes.wait(lambda: nodes.num_steps() >= 5, "fifth step")
+        lost = nodes.network.hosts[-1]
+        lost.kill_all()
+        nodes.wait(lambda: nodes.changes(), "loss")
+        start(lost)
+        nodes.wait(lambda: nodes.changes()[-1]["live"] == 3, "return")
+        nodes.network.weather = Weather()
     nodes.assert_whole()
