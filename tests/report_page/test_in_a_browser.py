@@ -1,8 +1,6 @@
-"""The page in a real browser, without a display: no error, charts that answer, nothing wider than a phone."""
+"""The page in a real browser, without a display: no error, charts that answer, wide, on a phone and in the dark."""
 
-import json
 import shutil
-import subprocess
 
 import pytest
 
@@ -11,62 +9,21 @@ from parallel3d.report_page.page_data import make_page
 from parallel3d.report_page.timeline_chart import plan_timeline
 from tests.report_page.test_page_data import CHANGE, MARKUP, run_files
 from tests.report_page.test_timeline_chart import config
-from tests.support.browser import FLAGS
+from tests.support.browser import Browser
+from tests.support.opened_page import opened
+from tests.support.processes import wait_for
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium"),
 ]
-ONCE = ("--virtual-time-budget=5000", "--dump-dom")
-FIRST = "<script>window.errors = []; window.onerror = (text) => window.errors.push(text);</script>"
-LAST = """<script>
-const found = { errors: window.errors, charts: [], alerts: window.alerted || 0 };
-for (const figure of document.querySelectorAll("figure[data-chart]")) {
-  const svg = figure.querySelector("svg"), output = figure.querySelector("output");
-  svg.dispatchEvent(new Event("focus"));
-  svg.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
-  const first = output.textContent;
-  svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
-  const box = svg.getBoundingClientRect();
-  const second = output.textContent;
-  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right, clientY: box.top + 5 }));
-  found.charts.push({ name: figure.dataset.chart, first, second, last: output.textContent });
-}
-Object.assign(document.body.style, { width: "360px", margin: "0" });
-found.widths = [...document.querySelectorAll("figure[data-chart] svg")].map((each) => each.clientWidth);
-found.wide = [...document.querySelectorAll("body *")]
-  .filter((each) => !each.closest(".scroll, pre"))
-  .filter((each) => each.getBoundingClientRect().right > 361)
-  .map((each) => each.tagName);
-const told = document.createElement("pre");
-told.id = "found";
-told.textContent = JSON.stringify(found);
-document.body.append(told);
-</script>"""
-
 LONG = {"command_line": ["x" * 300, "y"], "host": "z" * 300}
-
-
-def opened(tmp_path, page):
-    text = page.replace("<body>", f"<body>{FIRST}").replace("</body>", f"{LAST}</body>")
-    (tmp_path / "page.html").write_text(text)
-    done = subprocess.run(
-        ["chromium", *FLAGS, *ONCE, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert 'id="found"' in done.stdout, done.stderr
-    return json.loads(done.stdout.split('id="found">')[1].split("</pre>")[0].replace("&lt;", "<").replace("&gt;", ">"))
 
 
 def test_one_run(tmp_path):
     plan = plan_timeline(config(pp_size=4, micro=64))
     files = run_files(plan=plan, name=f"{MARKUP} {'long' * 30}", events=[CHANGE], environment=LONG)
-    found = opened(tmp_path, render_page(make_page([files]), now_s=0.0))
-    assert found["errors"] == [] and found["alerts"] == 0 and found["wide"] == []
-    assert all(0 < width <= 360 for width in found["widths"])
-    charts = {chart["name"]: chart for chart in found["charts"]}
+    charts = opened(tmp_path, render_page(make_page([files]), now_s=0.0))
     assert [*charts] == ["loss", "loss_ratio", "grad_norm", "step_s", "widths-0"]
     assert (charts["loss"]["first"], charts["loss"]["second"]) == ("step 1: 6", "step 2: 5.9")
     assert charts["grad_norm"]["last"].endswith(" 41; spikes 41")
@@ -76,9 +33,8 @@ def test_one_run(tmp_path):
 
 def test_several_long_runs(tmp_path):
     runs = [run_files(name=name, losses=[float(step % 7) + 1 for step in range(2000)]) for name in ("a", "b", "c")]
-    found = opened(tmp_path, render_page(make_page(runs), now_s=0.0))
-    assert found["errors"] == [] and found["wide"] == []
-    assert found["charts"][0]["first"].startswith("step 7: a, training 4 (1 to 7); b, training 4 (1 to 7); c, ")
+    charts = opened(tmp_path, render_page(make_page(runs), now_s=0.0))
+    assert charts["loss"]["first"].startswith("step 7: a, training 4 (1 to 7); b, training 4 (1 to 7); c, ")
 
 
 def test_results_are_read_with_their_standard_errors(tmp_path):
@@ -90,11 +46,30 @@ def test_results_are_read_with_their_standard_errors(tmp_path):
         ]
 
     files = run_files(name="a", results={"prose": rows(0.0)})
-    found = opened(tmp_path, render_page(make_page([files]), now_s=0.0))
-    assert found["errors"] == [] and found["wide"] == []
-    chart = found["charts"][-1]
-    assert (chart["name"], chart["first"], chart["last"]) == ("result-0", "step 10: 5.25 ± 0.125", "step 20: 4.5")
+    chart = opened(tmp_path, render_page(make_page([files]), now_s=0.0))["result-0"]
+    assert (chart["first"], chart["last"]) == ("step 10: 5.25 ± 0.125", "step 20: 4.5")
     both = [files, run_files(name="b", results={"prose": rows(1.0)[:1]})]
-    chart = opened(tmp_path, render_page(make_page(both), now_s=0.0))["charts"][-1]
+    chart = opened(tmp_path, render_page(make_page(both), now_s=0.0))["result-0"]
     assert chart["first"] == "step 10: a 5.25 ± 0.125; b 6.25 ± 0.125"
     assert chart["last"] == "step 20: a 4.5; b 6.25 ± 0.125 at step 10"
+
+
+def test_no_error_escapes(tmp_path):
+    """What the tests above rely on: an error of each kind is found in a page that makes it."""
+    page = render_page(make_page([run_files()]), now_s=0.0)
+    kinds = {
+        "thrown": "throw new Error('thrown')",
+        "logged": "console.error('logged')",
+        "rejected": "Promise.reject(new Error('rejected'))",
+        "alert: 1": "alert(1)",
+        "policy: img-src": "new Image().src = 'https://example.invalid/a.png'",
+        "policy: connect-src": "fetch('https://example.invalid/').catch(() => 0)",
+    }
+    with Browser(tmp_path / "profile") as browser:
+        for number, (text, script) in enumerate(kinds.items()):
+            path = tmp_path / f"{number}.html"
+            path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+            before = len(browser.errors())
+            browser.call("Page.navigate", url=f"file://{path}")
+            wait_for(lambda before=before: len(browser.errors()) > before, text)
+            assert any(text in each for each in browser.errors()[before:]), browser.errors()

@@ -43,6 +43,7 @@ def test_a_served_page_follows_its_run(tmp_path):
         wait_for(lambda: browser.evaluate(shown), "the new steps")
         assert json.loads(browser.evaluate(STATE)) == [300, True, "loss", SHOWN]
         assert browser.evaluate("document.querySelectorAll('#data').length") == 1
+        assert browser.errors() == []
 
 
 def test_a_screen_reader_and_a_keyboard_find_everything(tmp_path):
@@ -64,3 +65,4 @@ def test_a_screen_reader_and_a_keyboard_find_everything(tmp_path):
             browser.press("Tab")
             stops.append(browser.evaluate(FOCUSED))
         assert stops == ["svg"] * (len(CHARTS) + 1) + ["DIV"] + ["SUMMARY"] * 3
+        assert browser.errors() == []

@@ -17,11 +17,19 @@ FLAGS = (
 )
 
 
+PHONE_WIDTH = 480
+"""From this width on down the screen is a phone's."""
+WATCH = """window.alert = (text) => console.error(`alert: ${text}`);
+document.addEventListener("securitypolicyviolation", (event) => console.error(`policy: ${event.violatedDirective}`));"""
+"""Runs before the scripts of each page."""
+
+
 class Browser:
     """A browser with one page, from `with` on."""
 
     def __init__(self, profile):
         self._profile, self._numbers, self._rest, self._session = profile, count(1), b"", None
+        self._errors = []
 
     def __enter__(self):
         read_end, self._commands = os.pipe()
@@ -36,8 +44,9 @@ class Browser:
         os.close(write_end)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Accessibility"):
+        for domain in ("Page", "Accessibility", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
         return self
 
     def __exit__(self, *error):
@@ -47,7 +56,7 @@ class Browser:
         os.close(self._answers)
 
     def call(self, method, **parameters):
-        """The answer to a command; events in between are dropped."""
+        """The answer to a command; of the events in between those with errors are kept."""
         message = {"id": next(self._numbers), "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
@@ -61,6 +70,24 @@ class Browser:
             if (answer := json.loads(one)).get("id") == message["id"]:
                 assert "error" not in answer, answer
                 return answer["result"]
+            self._errors += error_texts(answer)
+
+    def errors(self):
+        """The texts of all errors so far: those that scripts throw or log, promises that are rejected, what the page's
+        policy forbids, what can't be loaded, dialogs."""
+        self.evaluate("new Promise((done) => setTimeout(done))")
+        return [*self._errors]
+
+    def resize(self, width, height):
+        """Gives the page a screen of this size in CSS pixels."""
+        is_phone = width <= PHONE_WIDTH
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
+        self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def emulate_colours(self, scheme):
+        """Makes the system's colours "light" or "dark"."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def evaluate(self, expression):
         """The value of a JavaScript expression, awaited if it is a promise."""
@@ -79,3 +106,17 @@ class Browser:
     def press(self, key):
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode={"Tab": 9}[key])
+
+
+def error_texts(event):
+    """The text of an event of the browser that is an error, in a list; [] of another one."""
+    found = event.get("params", {})
+    match event.get("method"):
+        case "Runtime.exceptionThrown":
+            details = found["exceptionDetails"]
+            return [f"{details['text']} {details.get('exception', {}).get('description', '')}".strip()]
+        case "Runtime.consoleAPICalled" if found["type"] in ("error", "assert"):
+            return [" ".join(str(each.get("value", each.get("description"))) for each in found["args"])]
+        case "Log.entryAdded" if found["entry"]["level"] == "error":
+            return [found["entry"]["text"]]
+    return []
