@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from parallel3d.report_page.html_page import render_page
-from parallel3d.report_page.page_data import make_page
+from parallel3d.report_page.page_data import RunFiles, make_page
 from parallel3d.report_page.timeline_chart import plan_timeline
 from tests.report_page.test_page_data import CHANGE, MARKUP, run_files
 from tests.report_page.test_timeline_chart import config
@@ -52,6 +52,28 @@ def test_results_are_read_with_their_standard_errors(tmp_path):
     chart = opened(tmp_path, render_page(make_page(both), now_s=0.0))["result-0"]
     assert chart["first"] == "step 10: a 5.25 ± 0.125; b 6.25 ± 0.125"
     assert chart["last"] == "step 20: a 4.5; b 6.25 ± 0.125 at step 10"
+
+
+def test_the_planned_bubble_stands_out_from_the_measured_one(tmp_path):
+    """On the page of one run; where several are compared, each has its colour."""
+    bubbles = {"bubble": 0.5, "planned_bubble": 0.25}
+    lines = [{**line, **bubbles} if "loss" in line else line for line in run_files().lines]
+    runs = [RunFiles(name=name, lines=lines) for name in "ab"]
+    strokes = "[...document.querySelectorAll('figure[data-chart=bubble] path')].map((e) => getComputedStyle(e).stroke)"
+    legend = "getComputedStyle(document.querySelector('.swatch.dashed')).backgroundColor"
+
+    def colours(browser, shown, path):
+        path.write_text(render_page(make_page(shown), now_s=0.0))
+        browser.call("Page.navigate", url=f"file://{path}")
+        wait_for(lambda: browser.evaluate("location.pathname") == f"{path}", "the page")
+        wait_for(lambda: browser.evaluate("!!window.startCharts"), "its charts")
+        return browser.evaluate(strokes), browser.evaluate(legend)
+
+    with Browser(tmp_path / "profile") as browser:
+        (measured, planned), sign = colours(browser, runs[:1], tmp_path / "one.html")
+        assert planned == sign != measured
+        (measured_a, measured_b, planned_a, planned_b), sign = colours(browser, runs, tmp_path / "both.html")
+        assert (planned_a, planned_b) == (measured_a, measured_b) and planned_a == sign != planned_b
 
 
 def test_no_error_escapes(tmp_path):
