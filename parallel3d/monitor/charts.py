@@ -161,7 +161,7 @@ def _draw_panel(axes: Axes, name: str, history: MetricsLog, max_grad_norm: float
 def _draw_replicas(axes: Axes, history: MetricsLog) -> None:
     """The width of each stage over time; lines of equal widths lie side by side."""
     steps = [step for step, _ in history.widths]
-    last_step = history.steps[-1]["step"]
+    last_step = max(history.steps[-1]["step"], history.widths[-1][0])
     num_stages = len(history.widths[0][1])
     for stage in range(num_stages):
         widths = [each[stage] + _SIDE_BY_SIDE * (stage - (num_stages - 1) / 2) for _, each in history.widths]

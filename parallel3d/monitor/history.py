@@ -72,10 +72,29 @@ class MetricsLog:
     @property
     def widths(self) -> list[tuple[int, list[int]]]:
         """The replicas of each stage from a step on, for the first step and every change of membership; [] without
-        any."""
-        changes = [event for event in self.events if event["event"] == "membership" and "widths" in event]
-        first = [(self.steps[0]["step"], changes[0]["widths_before"])] if changes and self.steps else []
-        return [*first, *((change["step"], change["widths"]) for change in changes)]
+        any.
+
+        A restart or a resume takes back the changes after its step, and all replicas are there again: those that its
+        first change tells of, or as many as at the start before. A stage that a leg does not have has 0.
+        """
+        points: list[tuple[int, list[int]]] = []
+        complete: list[int] = []
+        begin, is_unchanged = self.steps[0]["step"] if self.steps else 0, True
+        for event in self.events:
+            match event:
+                case {"event": "started" | "restart", "step": int(step)}:
+                    begin, is_unchanged = step + 1, True
+                    points = [point for point in points if point[0] < begin]
+                    if points and points[-1][1] != complete:
+                        points.append((begin, complete))
+                case {"event": "membership", "step": int(step), "widths_before": before, "widths": widths}:
+                    if is_unchanged:
+                        complete, is_unchanged = before, False
+                        points = [point for point in points if point[0] < begin]
+                        points += [(begin, before)] if not points or points[-1][1] != before else []
+                    points.append((step, widths))
+        num_stages = max((len(widths) for _, widths in points), default=0)
+        return [(step, [*widths, *[0] * (num_stages - len(widths))]) for step, widths in points]
 
     @property
     def evaluations(self) -> list[Evaluation]:

@@ -233,7 +233,7 @@ def _number(value: Any) -> float | None:
 
 
 def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:
-    last_step = history.steps[-1]["step"]
+    last_step = max(history.steps[-1]["step"], history.widths[-1][0])
     stages = []
     for stage in range(len(history.widths[0][1])):
         steps, widths = [step for step, _ in history.widths], [float(each[stage]) for _, each in history.widths]

@@ -48,6 +48,8 @@ class WatchedRun:
     num_joined: int = 0
     num_restarts: int = 0
     changes: list[WidthChange] = field(default_factory=list)
+    widths: tuple[int, ...] = ()
+    """Replicas of each stage; () before the first change since the newest start."""
     starts: list[Json] = field(default_factory=list)
     """Lines of starts and restarts: results of steps that the run has left behind don't count."""
     paid_time: PaidTime = field(default_factory=PaidTime)
@@ -56,11 +58,6 @@ class WatchedRun:
     def step(self) -> int:
         """The newest step; 0 before the first."""
         return int(self.newest.get("step", 0))
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Replicas of each stage; () before the first change."""
-        return self.changes[-1].widths if self.changes else ()
 
     @property
     def lowest_loss(self) -> float | None:
@@ -76,6 +73,7 @@ class WatchedRun:
         self.paid_time.log(line)
         if line.get("event") in ("started", "restart"):
             self.starts.append(line)
+            self.widths = ()
         match line:
             case {"event": "evaluation", "step": int(step), "loss": loss}:
                 self._add_evaluation(step, float(loss))
@@ -118,7 +116,7 @@ class WatchedRun:
             widths=tuple(line.get("widths", ())),
             seconds=seconds_of_change(line),
         )
-        self.changes = [*self.changes, change][-MAX_CHANGES:]
+        self.changes, self.widths = [*self.changes, change][-MAX_CHANGES:], change.widths
 
 
 def describe_change(event: Json) -> str:

@@ -61,6 +61,32 @@ def test_changes_of_membership_are_listed_with_their_effects():
     assert (second.is_spike, second.loss_ratio) == (False, pytest.approx(1.1))
 
 
+def change(step, before, after):
+    return {"event": "membership", "step": step, "who": [], "joined": [], "widths_before": before, "widths": after}
+
+
+def test_a_restart_and_a_resume_bring_all_replicas_back():
+    """Changes in steps that are repeated are taken back; a resume may have another layout."""
+    steps = [{"step": step, "loss": 1.0} for step in range(1, 51)]
+    start, first, second = {"event": "started", "step": 0}, change(5, [2, 2], [2, 1]), change(8, [2, 1], [1, 1])
+    restart = {"event": "restart", "step": 6}
+    resume, narrow, other = {"event": "started", "step": 20}, change(7, [2, 2], [1, 2]), change(9, [1, 2], [1, 1])
+    begin = [(1, [2, 2]), (5, [2, 1])]
+    cases = (
+        ([], []),
+        ([first, second], [*begin, (8, [1, 1])]),
+        ([first, second, restart], [*begin, (7, [2, 2])]),
+        ([second, restart], [(1, [2, 1])]),
+        ([first, restart, narrow], [*begin, (7, [2, 2]), (7, [1, 2])]),
+        ([first, restart, other], [*begin, (7, [1, 2]), (9, [1, 1])]),
+        ([first, resume], [*begin, (21, [2, 2])]),
+        ([first, resume, change(30, [4], [3])], [*begin, (21, [4, 0]), (30, [3, 0])]),
+    )
+    for events, expected in cases:
+        found = MetricsLog(steps=tuple(steps), events=(start, *events)).widths
+        assert found == expected, events
+
+
 def test_the_last_line_of_a_repeated_step_counts():
     history = MetricsLog.of([{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}])
     assert history.losses[0] == 2.0 and math.isnan(history.losses[1]) and len(history.steps) == 2

@@ -85,8 +85,8 @@ def test_the_newest_figures_are_those_of_the_lines():
 
 
 def test_a_restart_takes_its_steps_back():
-    run = watched([*run_files(10).lines, {"event": "restart", "step": 4, "time": 1.0}])
-    assert len(run.losses) == 4
+    run = watched([*run_files(10).lines, CHANGE, {"event": "restart", "step": 4, "time": 1.0}])
+    assert len(run.losses) == 4 and run.widths == () and len(run.changes) == 1
     run.add({"step": 5, "loss": 9.0})
     assert len(run.losses) == 5 and run.losses[-1] == 9.0 and run.num_restarts == 1
 
