@@ -74,8 +74,8 @@ class MetricsLog:
         """The replicas of each stage from a step on, for the first step and every change of membership; [] without
         any.
 
-        A restart or a resume takes back the changes after its step, and all replicas are there again: those that its
-        first change tells of, or as many as at the start before. A stage that a leg does not have has 0.
+        A restart or a resume takes back the changes after its step, and all replicas are there again: those before its
+        own first change, or as many as at the start before. A stage that a leg does not have has 0.
         """
         points: list[tuple[int, list[int]]] = []
         complete: list[int] = []

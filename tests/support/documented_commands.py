@@ -335,9 +335,7 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
             resolved(
                 "parallel3d train --config quickstart elastic.max_rejoins=3 "
                 '\'elastic.faults=[{"rank": 2, "step": 90, "phase": "backward"}, '
-                '{"rank": 0, "step": 190, "phase": "all_reduce"}]\' '
-                "checkpoint.every=25 evaluation.every_tokens=51200 "
-                '\'evaluation.sets={"unseen": "--slice unseen", "prose": "elastic.md guide.md --stride 64"}\''
+                '{"rank": 0, "step": 190, "phase": "all_reduce"}]\''
             ),
         ),
         "docs/sources.md": (
