@@ -17,6 +17,8 @@ from parallel3d.child_process import command_line
 from parallel3d.monitor.run_folder import PAGE
 
 NICENESS = 19
+AFTER_CHECKPOINT_S = 60.0
+"""After a checkpoint the next page comes as early as this after the one before, so that frequent saves cost little."""
 END_WAIT_S = 2.0
 """Longest wait for a child when the run has ended; its page is replaced anyway."""
 
@@ -35,14 +37,22 @@ class PageWriter:
         self._folder, self._write, self._every_s, self._clock = folder, write, every_s, clock
         self._child: subprocess.Popen[bytes] | None = None
         self._begun_s = clock()
+        self._has_new_checkpoint = False
+
+    def on_checkpoint(self) -> None:
+        """Makes the next page due after `AFTER_CHECKPOINT_S` instead of `every_s`."""
+        self._has_new_checkpoint = True
 
     def on_step(self) -> None:
         """Starts a child if it is time, and the one before has ended; never waits."""
-        if self._every_s is None or self._clock() - self._begun_s < self._every_s:
+        if self._every_s is None:
+            return
+        wait_s = min(self._every_s, AFTER_CHECKPOINT_S) if self._has_new_checkpoint else self._every_s
+        if self._clock() - self._begun_s < wait_s:
             return
         if self._child is not None and self._child.poll() is None:
             return
-        self._begun_s = self._clock()
+        self._begun_s, self._has_new_checkpoint = self._clock(), False
         null = subprocess.DEVNULL
         command = ["nice", "-n", str(NICENESS), *command_line("report", str(self._folder), "--html")]
         with suppress(OSError):  # without processes or memory: the next one may work

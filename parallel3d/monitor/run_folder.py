@@ -5,6 +5,7 @@ environment.json   versions, machine, device, commit, command line, working dire
 metrics.jsonl      a line per step, and a line with "event" for everything else; a resumed run's from its first start
 lost-steps.jsonl   lines of steps that were lost in a restart
 summary.json       how the run ended, with its figures
+results.json       the contents of summary.json, config.json and environment.json, in one file for other programs
 loss.png, ...      charts (charts.py); launch/report.py redraws them
 report.html        the page of the run (report_page); `parallel3d report --html` writes it again
 tensorboard/       the same figures for TensorBoard, with monitor.tensorboard
@@ -35,6 +36,7 @@ from parallel3d.monitor.paid_time import PaidTime
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
 CHARTS, LOGS, LOCK, LOST_STEPS = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
 DUMPS, TRACES, TENSORBOARD, PAGE = "dumps", "profile", "tensorboard", "report.html"
+RESULTS = "results.json"
 LOCK_WAIT_S = 2.0
 """How long a process that goes on with a run leaves the one before it to end."""
 LOCK_RETRY_S = 0.05
@@ -111,15 +113,20 @@ class RunFolder:
     def add_environment(self, facts: dict[str, Any]) -> None:
         """Adds what only a worker knows to environment.json."""
         self._check_ours()
-        path, temporary = self.path / ENVIRONMENT, self.path / f".{ENVIRONMENT}"
-        temporary.write_text(json.dumps(json.loads(path.read_text()) | facts, indent=2) + "\n")
-        os.replace(temporary, path)
+        self._replace(ENVIRONMENT, json.loads((self.path / ENVIRONMENT).read_text()) | facts)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json, and results.json with the configuration and the environment next to it."""
         self._check_ours()
-        temporary = self.path / f".{SUMMARY}"
-        temporary.write_text(json.dumps(_strict(summary), indent=2) + "\n")
-        os.replace(temporary, self.path / SUMMARY)
+        self._replace(SUMMARY, _strict(summary))
+        files = {"configuration": CONFIG, "environment": ENVIRONMENT}
+        parts = {part: json.loads((self.path / name).read_text()) for part, name in files.items()}
+        self._replace(RESULTS, {"summary": _strict(summary), **parts})
+
+    def _replace(self, name: str, contents: dict[str, Any]) -> None:
+        temporary = self.path / f".{name}"
+        temporary.write_text(json.dumps(contents, indent=2) + "\n")
+        os.replace(temporary, self.path / name)
 
     def close(self) -> None:
         self._metrics.close()
@@ -267,11 +274,8 @@ def _copy_history(source: Path, target: Path, last_step: int) -> None:
 
 def _archive_previous_run(path: Path) -> Path | None:
     """Moves an earlier run's files to the next free previous-N and returns it; None if there are none."""
-    old = [
-        path / name
-        for name in (CONFIG, ENVIRONMENT, METRICS, LOST_STEPS, SUMMARY, *CHARTS, PAGE, LOGS, DUMPS, TRACES, TENSORBOARD)
-        if (path / name).exists()
-    ]
+    files = (CONFIG, ENVIRONMENT, METRICS, LOST_STEPS, SUMMARY, RESULTS, *CHARTS, PAGE)
+    old = [path / name for name in (*files, LOGS, DUMPS, TRACES, TENSORBOARD) if (path / name).exists()]
     if not old:
         return None
     number = 1

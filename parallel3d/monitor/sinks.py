@@ -40,6 +40,7 @@ from parallel3d.monitor.run_folder import (
     LOGS,
     METRICS,
     PAGE,
+    RESULTS,
     SUMMARY,
     TENSORBOARD,
     RunFolder,
@@ -47,6 +48,7 @@ from parallel3d.monitor.run_folder import (
     iterate_metrics_backwards,
     read_metrics,
 )
+from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.monitor.tensorboard import TensorBoardFile
 from parallel3d.monitor.uptime import LastReported, RunHistory, recorded_preemptions
 
@@ -229,6 +231,8 @@ class RunReporter:
             case "notice" | "move" | "drain" | "balance" | "preemption" as kind:
                 self._display.log(record["text"])
                 self._append_event(kind, fields)
+                if self._page is not None and SavedNotice.parse(record["text"]):
+                    self._page.on_checkpoint()
             case "membership":
                 self._display.log(record["text"])
                 self._workers = _workers_text(record)
@@ -314,7 +318,8 @@ class RunReporter:
         known = [(label, form(figures[key])) for key, label, form in SUMMARY_LINES if figures.get(key) is not None]
         width = max((len(label) for label, _ in known), default=0)
         lines = [f"  {label:<{width}}  {value}" for label, value in known]
-        files = [name for name in (METRICS, SUMMARY, *CHARTS, PAGE, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
+        names = (METRICS, SUMMARY, RESULTS, *CHARTS, PAGE, CONFIG, ENVIRONMENT, LOGS)
+        files = [name for name in names if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
     def _read_existing_lines(

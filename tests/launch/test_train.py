@@ -36,11 +36,16 @@ def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
         "environment.json",
         "metrics.jsonl",
         "summary.json",
+        "results.json",
         "loss.png",
         "course.png",
         "instability.png",
         "logs",
     } <= names
+    results = json.loads((run / "results.json").read_text())
+    figures = results["summary"]
+    assert figures["peak_tokens_per_s"] >= figures["tokens_per_s"] > 0 and figures["seconds"] > 0
+    assert results["configuration"]["model"]["hidden_size"] == 32 and results["environment"]["packages"]["torch"]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     steps = metrics(run)
     assert [line["step"] for line in steps] == list(range(1, 13))

@@ -3,6 +3,7 @@
 import io
 import json
 import subprocess
+import time
 
 import pytest
 
@@ -96,3 +97,56 @@ def test_children_come_one_at_a_time_and_end_before_the_last_page(tmp_path, monk
     ]
     (tmp_path / f".{PAGE}.7").touch()
     assert page.finish() == "" and written == [-9] and not (tmp_path / f".{PAGE}.7").exists()
+
+
+def test_after_a_checkpoint_the_next_page_comes_sooner(tmp_path, monkeypatch):
+    """A minute after the last one began, and once; pages that come more often anyway are not held back."""
+    children = []
+
+    def popen(command, **more):
+        children.append(FakeChild(command))
+        return children[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+
+    def begun_at(every_s, saved_at):
+        now, found = [0.0], []
+        page = PageWriter(tmp_path, print, every_s=every_s, clock=lambda: now[0])
+        for second in range(400):
+            now[0] = float(second)
+            if second in saved_at:
+                page.on_checkpoint()
+            before = len(children)
+            page.on_step()
+            if len(children) > before:
+                found.append(second)
+                children[-1].returncode = 0
+        return found
+
+    assert begun_at(300.0, ()) == [300]
+    assert begun_at(300.0, (10, 11, 150)) == [60, 150]
+    assert begun_at(300.0, (100,)) == [100]
+    assert begun_at(40.0, (90,)) == [*range(40, 400, 40)]
+    assert begun_at(None, (10,)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "has_page"), [("saved step 1: run/step-1, 2.0 MB", True), ("a spare has come", False)]
+)
+def test_a_run_asks_for_a_page_when_it_has_saved(tmp_path, monkeypatch, text, has_page):
+    """Its child, a real process, writes it: at the end of this run nothing does."""
+    monkeypatch.setattr("parallel3d.monitor.page_writer.AFTER_CHECKPOINT_S", 0.0)
+    folder, out = RunFolder(tmp_path, config="{}", environment={}), io.StringIO()
+    report = RunReporter(
+        folder, title="small", charts=False, write_page=lambda path: None, page_every_s=1000.0, out=out, err=out
+    )
+    report.start()
+    records = [{"kind": "step", "step": step, "loss": 5.0 - step, "tokens": step} for step in (1, 2)]
+    for record in (records[0], {"kind": "notice", "text": text}, records[1]):
+        report.publish(record)
+    report.flush()
+    deadline = time.monotonic() + 60
+    while has_page and not (tmp_path / PAGE).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report.close("", exit_code=0)
+    assert (tmp_path / PAGE).exists() == has_page == (report._page._child is not None)

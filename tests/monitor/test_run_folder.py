@@ -39,6 +39,22 @@ def test_what_only_a_worker_knows_joins_the_environment(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text()) == expected
 
 
+def test_the_end_of_a_run_is_in_one_file_for_programs(tmp_path):
+    folder = open_folder(tmp_path)
+    folder.add_environment({"device": "NVIDIA H200"})
+    folder.write_summary({"tokens_per_s": 2.5, "peak_tokens_per_s": 3.0, "last_loss": math.nan})
+    folder.close()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found == {
+        "summary": {"tokens_per_s": 2.5, "peak_tokens_per_s": 3.0, "last_loss": "nan"},
+        "configuration": {"a": 1},
+        "environment": {"python": "3.11", "device": "NVIDIA H200"},
+    }
+    assert found["summary"] == json.loads((tmp_path / "summary.json").read_text())
+    open_folder(tmp_path).close()
+    assert not (tmp_path / "results.json").exists() and (tmp_path / "previous-1" / "results.json").exists()
+
+
 def test_an_earlier_runs_files_are_moved_aside_and_nothing_else(tmp_path):
     for number in range(3):
         folder = open_folder(tmp_path)

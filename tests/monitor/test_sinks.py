@@ -48,7 +48,7 @@ def test_a_whole_run(tmp_path):
     assert (summary["exit_code"], summary["last_step"], summary["final_loss"]) == (0, 4, 2.0)
     assert "step 1/4  loss 8.0000  1,234 tokens/s  ETA 0:06" in out.getvalue()
     assert "loss / unigram entropy    0.400" in out.getvalue() and "1.0 MiB" in out.getvalue()
-    assert "metrics.jsonl, summary.json, loss.png" in out.getvalue()
+    assert "metrics.jsonl, summary.json, results.json, loss.png" in out.getvalue()
     assert err.getvalue() == ""
 
 

@@ -33,7 +33,8 @@ class MonitorConfig(Section):
     ends. It takes about 0.1 s after 300 steps, and never fails a run; `parallel3d report --html` writes it any time."""
     page_every_s: PositiveFloat | None = 300.0
     """Seconds between two pages while the run goes on, each written by a process of the lowest priority that needs
-    about a second of one core. Null: at the end alone. Has no effect if page is false."""
+    about a second of one core; after a checkpoint 60 are enough. Null: at the end alone. Has no effect if page is
+    false."""
     dollars_per_hour: PositiveFloat | None = None
     """The price of all devices of the run together: the page and `parallel3d watch` then show what the run has cost."""
     tensorboard: bool = False
