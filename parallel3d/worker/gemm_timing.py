@@ -282,7 +282,8 @@ def _shapes_of_the_run(
     """The shapes of all products and of attention, as far as measurements decide."""
     assert config.batch.micro_batch_size is not None, "needs a resolved configuration"
     tp = TensorParallel(group=AbsentGroup(name="none", rank=0, ranks=tuple(range(config.parallel.tp_size))))
-    stage = make_stage(config, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
+    only_shapes = config.model_copy(update={"run": config.run.model_copy(update={"kernels": "auto"})})  # C's need a CPU
+    stage = make_stage(only_shapes, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
     num_tokens = config.batch.micro_batch_size * config.batch.sequence_length
     has_candidates = _timed_dtype(config) is torch.float32 or has_tiles() or not multiplies_bf16()
     return (

@@ -249,6 +249,18 @@ def test_all_ranks_take_over_the_leaders_choices(tmp_path, monkeypatch, has_comp
     assert {"kind": "environment", "cpu_gemm": {"forward 8x4": "mkl"} | kernels} in context.control.records
 
 
+@pytest.mark.parametrize("kernels", ["c", "torch"])
+def test_a_run_that_names_its_kernels_measures_as_well(tmp_path, monkeypatch, kernels):
+    """The shapes come from a stage without storage, for which there are no kernels in C."""
+    config = make_config(run=dict(num_steps=1, kernels=kernels), data=dict(cache_directory=str(tmp_path)))
+    config = config.model_copy(update={"precision": config.precision.model_copy(update={"policy": "fp32"})})
+    monkeypatch.setattr(gemm_timing, "time_products", lambda shapes, dtype: {FORWARD: {"mkl": 1.0, "onednn": 2.0}})
+    monkeypatch.setattr("parallel3d.kernels.choice.has_c_loops", lambda: True)
+    context, begin = SimpleNamespace(control=Store()), StartInstruction(attempt=0, checkpoint=None, data=None)
+    chosen = agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=True)
+    assert chosen.choices == {FORWARD: "mkl"}
+
+
 @pytest.mark.parametrize(
     "changes, device, expected",
     [
