@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from parallel3d.commands.convert import main as convert
+from parallel3d.commands.evaluate import main as evaluate
 from parallel3d.commands.generate import main
+from parallel3d.decoding.rank_decoder import RankDecoder
 from tests.support import tiny_runs
 from tests.support.saved_layouts import run_layout, save
 
@@ -26,6 +28,22 @@ def folder(tmp_path_factory):
     )
     _, snapshots, runtimes = run_layout(config, steps=1)
     return save(tmp_path_factory.mktemp("model"), snapshots, runtimes[0])
+
+
+@pytest.fixture(scope="module")
+def dropout_folders(tmp_path_factory):
+    """Checkpoints of the same weights, of a run with dropout and of one without."""
+
+    def make(rate):
+        config = tiny_runs.make_config(
+            model=dict(initializer_range=0.2, max_position_embeddings=64, hidden_dropout=rate),
+            precision=dict(policy="fp32"),
+            data=dict(tokenizer=dict(kind="bytes")),
+        )
+        _, snapshots, runtimes = run_layout(config, steps=0)
+        return save(tmp_path_factory.mktemp("dropout"), snapshots, runtimes[0], step=1)
+
+    return make(0.5), make(0.0)
 
 
 def generate(capsys, *arguments):
@@ -58,6 +76,49 @@ def test_a_single_text_appears_as_text(capsys, folder):
     code, out, err = generate(capsys, folder, PROMPT, "--max-tokens", 20)
     assert code == 0 and out == whole["text"] + "\n"
     assert "20 tokens" in err and f"{whole['perplexity']:.3f}" in err
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2.pp2"])
+def test_nothing_is_dropped_after_training(capsys, dropout_folders, tmp_path, layout):
+    """A model that was trained with dropout generates and evaluates as one without, every time."""
+    (tmp_path / "page.txt").write_text("Every effort moves you, and every one of them counts.")
+    texts, losses = [], []
+    for folder in (dropout_folders[0], *dropout_folders):
+        texts += lines(capsys, folder, PROMPT, "--max-tokens", 20, "--json", "--layout", layout)
+        out = tmp_path / "found.json"
+        assert evaluate([str(folder), str(tmp_path / "page.txt"), "--layout", layout, "--out", str(out)]) == 0
+        losses += [each["loss"] for each in json.loads(out.read_text())["results"].values()]
+        capsys.readouterr()
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0]["tokens"])) > 5
+    assert losses[0] == losses[1] == losses[2] > 0
+
+
+class Recorder(io.StringIO):
+    """A terminal that notes what it has shown by each flush."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def flush(self):
+        self.events.append(self.getvalue())
+
+
+def test_a_long_text_appears_while_it_is_computed(folder, monkeypatch):
+    """Between the choices of two tokens, not only at the end."""
+    events, choose = [], RankDecoder._choose
+
+    def note(self, step, logits):
+        events.append(None)
+        return choose(self, step, logits)
+
+    monkeypatch.setattr(RankDecoder, "_choose", note)
+    monkeypatch.setattr(sys, "stdout", Recorder(events))
+    assert main([str(folder), PROMPT, "--max-tokens", "30"]) == 0
+    last_choice = len(events) - 1 - events[::-1].index(None)
+    shown = [text for text in events[:last_choice] if text]
+    assert events.count(None) == 30 and len(set(shown)) > 5
+    assert sys.stdout.getvalue().startswith(shown[-1]) and shown == sorted(shown, key=len)
 
 
 def test_files_standard_input_and_samples(capsys, folder, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import exp, log
+from string import ascii_lowercase, printable
 
 import pytest
 
@@ -116,6 +117,42 @@ def loss_of_transformers(folder, text):
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits[0, :-1].double()
     return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
+
+
+def test_the_accuracy_of_last_words_is_that_of_transformers_argmax(report, saved_run, tmp_path, capsys):
+    """Of 5 passages: a word is right if each of its tokens, the blank included, is the likeliest after those before."""
+    hf = tmp_path / "hf"
+    assert convert(["to-hf", str(saved_run.checkpoint), str(hf)]) == 0
+    capsys.readouterr()
+    likeliest = argmax_with_frequent_blanks(hf)
+    contexts = [first + second for first in ascii_lowercase for second in ascii_lowercase]
+    words = {context: word for context in contexts if (word := likeliest(context + " ")) in printable.strip()}
+    right = [f"{context} {word}" for context, word in words.items() if likeliest(context) == " "]
+    wrong_blank = next(f"{context} {word}" for context, word in words.items() if likeliest(context) != " ")
+    wrong_word = right[1][:-1] + ("a" if right[1][-1] != "a" else "b")
+    passages = [right[0], wrong_word, right[2], wrong_blank, right[3]]
+    (tmp_path / "passages.txt").write_text("\n".join(passages) + "\n")
+    for layout in ("tp1", "tp2.pp2"):
+        found = report(hf, tmp_path / "passages.txt", "--last-word", "--layout", layout)["results"]
+        figures = found[str(tmp_path / "passages.txt")]
+        assert (figures["passages"], figures["tokens"], figures["accuracy"]) == (5, 10, 3 / 5)
+
+
+def argmax_with_frequent_blanks(folder):
+    """Makes blanks likelier in the folder's model, else almost no word begins; returns the likeliest next character."""
+    import torch
+    from transformers import AutoModelForCausalLM  # takes seconds to import
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        model.lm_head.weight[ord(" ")] *= 4
+    model.save_pretrained(folder)
+
+    def likeliest(text):
+        with torch.no_grad():
+            return chr(int(model(torch.tensor([[*text.encode()]])).logits[0, -1].argmax()))
+
+    return likeliest
 
 
 def test_the_file_says_what_was_measured(capsys, saved_run, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Golden losses that are kept here: a real run of 20 steps must still have them, on any processor and layout.
 
-`golden_tiny.json` was recorded on an AMD EPYC (family 26) with these settings and `parallel3d study golden RUN --record`.
+`golden_tiny.json` was recorded on an AMD EPYC (family 26) with these settings, by `study golden RUN --record`.
 A change that is meant to alter losses records it again, and says why.
 """
 
