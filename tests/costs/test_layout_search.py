@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -174,23 +175,25 @@ def test_exposed_reductions_and_odd_vocabularies_are_cliffs():
 
 # --- the ranking ------------------------------------------------------------------------------------------------------
 
-OWN_PLACE = {"hlat_7b": ("32xTrn1-16GB:64", 10, 1.25), "hlat_70b": ("32xTrn1-16GB:256", 10, 1.15)}
-"""HLAT's devices, and how near its choices are to the best of its schedule and recomputation: 5th of 164 (1.21 times
-the best step) and 5th of 75 (1.13) were found."""
+OWN_PLACE = {
+    "hlat_7b": ("32xTrn1-16GB:64", (10, 1.25), (40, 1.3)),
+    "hlat_70b": ("32xTrn1-16GB:256", (10, 1.15), (150, 1.6)),
+}
+"""HLAT's devices, and how near its choices are to the best: of its schedule and recomputation 5th of 164 (1.21 times
+the best step) and 5th of 75 (1.13) were found, of all schedules 27th of 1,238 (1.23) and 128th of 608 (1.47), as
+docs/planning.md says."""
 
 
 @pytest.mark.parametrize("name", OWN_PLACE)
 def test_hlats_choices_fit_and_are_near_the_top(name):
     config, _ = load(name)
-    devices, most, times = OWN_PLACE[name]
+    devices, *limits = OWN_PLACE[name]
     found, own = ranked(name, devices), LayoutChoice.of(config)
-    rivals = [
-        (layout, estimate)
-        for layout, estimate in zip(found.layouts, found.estimates)
-        if (layout.schedule, layout.recompute) == (own.schedule, own.recompute)
-    ]
-    place = [layout for layout, _ in rivals].index(own)
-    assert place < most and rivals[place][1].step_s < times * rivals[0][1].step_s
+    everything = [*zip(found.layouts, found.estimates)]
+    rivals = [each for each in everything if (each[0].schedule, each[0].recompute) == (own.schedule, own.recompute)]
+    for (most, times), ranking in zip(limits, (rivals, everything)):
+        place = [layout for layout, _ in ranking].index(own)
+        assert place < most and ranking[place][1].step_s < times * ranking[0][1].step_s
 
 
 def test_the_ranking_is_in_order_valid_and_fits():
@@ -207,9 +210,12 @@ def test_the_ranking_is_in_order_valid_and_fits():
 
 
 def test_a_hundred_thousand_devices():
-    """In less than a second of processor time; what is bounded here is that it does not grow with the devices."""
-    found = ranked("hlat_70b", "8xH100:12500")
-    assert found.estimates and found.estimates[0].machines.num_devices == 100_000
+    """In less than a second of processor time (0.4 s were measured): layouts to try don't grow with the devices."""
+    config, parts = load("hlat_70b")
+    began_s = time.process_time()
+    found = rank_layouts(config, parts, machines("8xH100:12500"))
+    assert time.process_time() - began_s < 20
+    assert found.estimates and found.estimates[0].machines.num_devices == 100_000 and found.num_tried < 500
 
 
 def test_key_value_heads_are_whole_or_copied():

@@ -47,3 +47,32 @@ def test_checkpoints_are_evaluated_beside_the_run_and_by_hand(config_file, tmp_p
     history = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in history["again"]][-1] == 12
     assert history["again"][-1]["results"] == history["page"][-1]["results"]
+
+
+def test_each_domain_has_a_curve_of_its_own(config_file, tmp_path, text):
+    """Of a set with --by domain: during training, in the results and on the page, and all tokens of both are `all`."""
+    words, numbers, run = tmp_path / "words.txt", tmp_path / "numbers.txt", tmp_path / "run"
+    words.write_text(text.read_text()[:60_000])
+    numbers.write_text("\n".join(f"{n} squared is {n * n}" for n in range(2000)))
+    asked = ["data.document_chars=500", "data.validation_fraction=0.2", f'data.sources=["{words}", "{numbers}"]']
+    asked += ['evaluation.sets={"domains": "--slice all --by domain"}', "evaluation.every_tokens=1000"]
+    code, out, err = finish(start("--config", config_file, *asked, "checkpoint.every=4", "parallel.dp_size=1"))
+    assert code == 0, out + err
+
+    results = {}
+    for path in sorted((run / "evaluations" / "domains").glob("step-*.json")):
+        saved = json.loads(path.read_text())
+        results[saved["model"]["step"]] = saved["results"]
+    data = json.loads((run / "report.html").read_text().split('id="data">')[1].split("</script>")[0])
+    charts = {chart["title"]: chart["series"][0]["curve"] for chart in data["charts"]}
+    names = {name for each in results.values() for name in each}
+    assert len(results) >= 2 and max(results) == 12 and len(names) == 3 and "all" in names
+    for name in names:
+        curve = charts[f"domains: {name}"]
+        points = [(step, found[name]["loss"]) for step, found in sorted(results.items())]
+        assert [*zip(curve["x"], curve["mean"])] == points, name
+    for found in results.values():
+        parts = [found[name] for name in names - {"all"}]
+        total = sum(part["loss"] * part["tokens"] for part in parts)
+        assert found["all"]["loss"] == pytest.approx(total / found["all"]["tokens"], rel=1e-9)
+        assert parts[0]["loss"] != parts[1]["loss"]
