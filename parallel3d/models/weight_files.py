@@ -59,9 +59,10 @@ class ExportedWeights:
         return self._read_whole(self.table[stored.key]).to(STORED_DTYPES[stored.format])
 
     def _saved_format(self, tensor: HfTensor) -> Format:
-        """The format of a tensor's weights in the checkpoint."""
+        """The format of a tensor's weights in the checkpoint; of zeros that stand for a bias that of their module's."""
         if tensor.name is None:
-            return "F32"
+            tensor = self.table[f"{tensor.hf_name.removesuffix('bias')}weight"]
+        assert tensor.name is not None
         name = next(stored_rows(self.shardings[tensor.name], tensor.rows))[0]
         return self.reader.index.tensors[name].kinds[WEIGHT]
 

@@ -98,5 +98,6 @@ def their_model(name):
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and "bias" not in key else 0.0, 0.2, generator=random)
-            parameter.mul_(key not in absent)
+            if key in absent:
+                parameter.zero_()  # a product would leave -0, which ours do not write
     return model
