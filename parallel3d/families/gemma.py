@@ -27,6 +27,9 @@ class WindowFields(MistralFields):
 
 
 WINDOW_NAMES = {name: name for name in WindowFields.model_fields}
+WINDOW_SUPPORTED = {
+    "sliding_window_pattern": f"a number n, or layer_types with {_GLOBAL} in each n-th layer and {_LOCAL} in the others"
+}
 OUTPUT_NORM_WEIGHTS = {
     "layers.{}.attention_output_norm": "model.layers.{}.post_attention_layernorm",
     "layers.{}.mlp_norm": "model.layers.{}.pre_feedforward_layernorm",

@@ -65,6 +65,8 @@ class HfModel:
     """By their names: what a missing field means. A field in neither table is required."""
     fixed: JsonFields = field(default_factory=dict)
     """By their names: the only value that our model supports, which is also what a missing field means."""
+    supported: Mapping[str, str] = field(default_factory=dict)
+    """By their names, for messages: the supported values of fields that may hold something else than one value."""
     extra_fields: Callable[[Values], JsonFields] = _no_fields
     """What else is written into config.json."""
     plain_fields: Callable[[JsonFields], JsonFields] = _as_they_are

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from parallel3d.config.derived import family_of, head_size, resolved_model
 from parallel3d.config.schema import ModelConfig
-from parallel3d.errors import CheckpointError, ConfigError, Problem
+from parallel3d.errors import CheckpointError, ConfigError, Problem, shorten
 from parallel3d.families import HF_MODELS
 from parallel3d.families.block_kinds import Values
 from parallel3d.families.spec import HfModel, JsonFields
 from parallel3d.models.hf_rope import rope_json, rope_problems, rope_section
+from parallel3d.number_formats import NUMBER_FORMATS
 
 CONFIG = "config.json"
 
@@ -96,7 +97,8 @@ def model_section(fields: JsonFields, where: str) -> ModelConfig:
     except ValidationError as error:
         wrong = error.errors()[0]
         name = hf.names.get(str(wrong["loc"][0]), str(wrong["loc"][0]))
-        raise CheckpointError(f"{where}: {name} is {wrong['input']!r}: {wrong['msg']}") from None
+        rule = wrong["msg"].replace("Input should be", "must be")
+        raise CheckpointError(f"{where}: {name} is {shorten(repr(wrong['input']))}: {rule}") from None
     if broken := next(iter(family.problems(model.model_dump())), None):
         field = broken.field.removeprefix("model.")
         raise CheckpointError(f"{where}: {hf.names.get(field, field)} is {broken.value!r}: {broken.rule}")
@@ -139,13 +141,16 @@ def _problems(fields: JsonFields, hf: HfModel) -> Iterator[str]:
         if value is None and name not in hf.defaults:
             yield f"{name} is missing"
         elif value is not None and not isinstance(value, bool | int | float | str):
-            yield f"{name} is {value!r}"
+            supported = hf.supported.get(name, "a single number or text, true or false")
+            yield f"{name} is {shorten(repr(value))}; supported is {supported}"
     for name, value in hf.fixed.items():
         if (fields.get(name, value) or None) != (value or None):  # null, false and 0 all mean none
-            yield f"{name} is {fields[name]!r}, ours is {value!r}"
+            yield f"{name} is {shorten(repr(fields[name]))}; supported is {value!r}"
     yield from _head_problems(fields, hf)
-    if "quantization_config" in fields:
-        yield "its weights are quantised"
+    if (quantised := fields.get("quantization_config")) is not None:
+        formats = ", ".join(each.stored_name for each in NUMBER_FORMATS)
+        kind = shorten(repr(quantised))
+        yield f"quantization_config is {kind}; supported are weights of the formats {formats} without it"
     if "rope_theta" in hf.names:
         yield from rope_problems(fields)
 

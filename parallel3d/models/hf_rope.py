@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from parallel3d.errors import shorten
 from parallel3d.families.block_kinds import ROPE_TYPES
 from parallel3d.families.spec import JsonFields
 
@@ -46,7 +47,8 @@ def rope_problems(fields: JsonFields) -> Iterator[str]:
     """What our models don't support."""
     for name in ("rope_scaling", "rope_parameters"):
         if fields.get(name) is not None and not isinstance(fields[name], dict):
-            yield f"{name} is {fields[name]!r}, which is not an object"
+            supported = f"null and an object with rope_type {', '.join(ROPE_TYPES)}"
+            yield f"{name} is {shorten(repr(fields[name]))}; supported are {supported}"
             return
     rope, where = _settings(fields), "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     if (kind := _type(rope)) not in ROPE_TYPES:
@@ -57,7 +59,7 @@ def rope_problems(fields: JsonFields) -> Iterator[str]:
         if value is None and name != "rope_original_positions":
             yield f"{where}.{NAMES[name]} is missing, which rope_type {kind!r} needs"
         elif isinstance(value, bool) or not isinstance(value, int | float | None):
-            yield f"{where}.{NAMES[name]} is {value!r}, which is not a number"
+            yield f"{where}.{NAMES[name]} is {value!r}; supported are numbers"
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     if share not in (None, 1):
         yield f"partial_rotary_factor is {share!r}; ours turn whole heads (1.0)"
