@@ -126,7 +126,9 @@ def _rows_at_once(num_rows: int, num_bytes: int) -> int:
 
 
 def _whole_batches(arrow: Any, whole: Any, place: _Place) -> Iterator[Any]:
-    is_file = whole.slice(0, len(ARROW_FILE_MAGIC)).to_pybytes() == ARROW_FILE_MAGIC
+    size, is_file = len(ARROW_FILE_MAGIC), whole.slice(0, len(ARROW_FILE_MAGIC)).to_pybytes() == ARROW_FILE_MAGIC
+    if is_file and whole.slice(max(whole.size - size, size)).to_pybytes() != ARROW_FILE_MAGIC:
+        raise arrow.ArrowInvalid(f"truncated: the end of an Arrow file is missing after its {whole.size:,} bytes")
     reader = arrow.ipc.open_file(whole) if is_file else arrow.ipc.open_stream(whole)
     place.row = 0
     if is_file:
@@ -162,7 +164,8 @@ def _text_of(path: Path, batch: Any, column: str, row: int) -> Any:
     except arrow.ArrowInvalid as error:
         bad = next((number for number in range(len(chunk)) if not _is_valid(arrow, chunk.slice(number, 1))), None)
         where = f"{path}, row {row + bad} (from 0)" if bad is not None else str(path)
-        raise DataError(f"{where}: not valid UTF-8 ({error})") from error
+        what = "not valid UTF-8" if "UTF8" in str(error) else "damaged"
+        raise DataError(f"{where}: {what} ({error})") from error
     return chunk
 
 

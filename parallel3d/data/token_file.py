@@ -105,7 +105,11 @@ def open_token_file(path: Path) -> TokenFile:
     if begin < 0 or end - begin != shape[0] * DTYPES[dtype].itemsize:
         raise DataError(f"{path}: damaged: its data_offsets don't fit {shape[0]} tokens")
     if 8 + header_bytes + end > size:
-        raise DataError(f"{path}: truncated: {size:,} bytes, its header says {8 + header_bytes + end:,}")
+        num_whole = max(size - start, 0) // DTYPES[dtype].itemsize
+        raise DataError(
+            f"{path}: truncated: {size:,} bytes, its header says {8 + header_bytes + end:,}: only {num_whole:,} of"
+            f" {shape[0]:,} tokens are whole"
+        )
     return TokenFile(path=path, dtype=DTYPES[dtype], data_offset=start, num_tokens=shape[0], metadata=metadata)
 
 

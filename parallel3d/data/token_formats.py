@@ -79,10 +79,16 @@ def _open_raw(path: Path, dtype: np.dtype) -> TokenFile:
     return TokenFile(path=path, dtype=dtype, data_offset=0, num_tokens=num_tokens, metadata={})
 
 
-def _of_size(path: Path, dtype: np.dtype, offset: int, num_tokens: int) -> TokenFile:
+def _of_size(path: Path, dtype: np.dtype, offset: int, num_tokens: int, said_by: str = "header") -> TokenFile:
+    if num_tokens < 0:
+        raise DataError(f"{path}: damaged: its {said_by} says {num_tokens:,} tokens")
     size, needed = path.stat().st_size, offset + num_tokens * dtype.itemsize
-    if num_tokens < 0 or size < needed:
-        raise DataError(f"{path}: truncated: {size:,} bytes, its header says {needed:,}")
+    if size < needed:
+        num_whole = max(size - offset, 0) // dtype.itemsize
+        raise DataError(
+            f"{path}: truncated: {size:,} bytes, its {said_by} says {needed:,}: only {num_whole:,} of"
+            f" {num_tokens:,} tokens are whole"
+        )
     return TokenFile(path=path, dtype=dtype, data_offset=offset, num_tokens=num_tokens, metadata={})
 
 
@@ -102,21 +108,44 @@ def _open_megatron(path: Path, index: Path) -> TokenFile:
     num_sequences, num_bounds = (int.from_bytes(head[at : at + 8], "little") for at in (9, 17))
     begin = len(MEGATRON_MAGIC) + len(head)
     if size < begin + 12 * num_sequences + 8 * num_bounds:
-        raise DataError(f"{index}: truncated: {size:,} bytes for {num_sequences:,} sequences, {num_bounds:,} bounds")
+        needs = f"{num_sequences:,} sequences and {num_bounds:,} bounds of documents"
+        raise DataError(f"{index}: truncated, or its header is damaged: {size:,} bytes for {needs}")
     sizes = np.fromfile(index, "<i4", num_sequences, offset=begin)
     offsets = np.fromfile(index, "<i8", num_sequences, offset=begin + 4 * num_sequences)
     bounds = np.fromfile(index, "<i8", num_bounds, offset=begin + 12 * num_sequences)
     dtype = np.dtype(MEGATRON_DTYPES[code])
     starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    is_in_order = bool((np.diff(bounds) >= 0).all()) and bool((sizes >= 0).all())
-    if not (num_bounds and is_in_order and bounds[0] == 0 and bounds[-1] == num_sequences):
-        raise DataError(f"{index}: damaged: its documents don't follow each other from the first sequence to the last")
-    if not np.array_equal(offsets, starts[:-1] * dtype.itemsize):
-        raise DataError(f"{index}: its sequences don't follow each other in the .bin file: merge it again")
-    whole = _of_size(path, dtype, 0, int(starts[-1]))
+    if problem := _index_problem(sizes, offsets, bounds, starts[:-1] * dtype.itemsize):
+        raise DataError(f"{index}: {problem}")
+    whole = _of_size(path, dtype, 0, int(starts[-1]), "index")
     return TokenFile(
         path=path, dtype=dtype, data_offset=0, num_tokens=whole.num_tokens, metadata={}, bounds=starts[bounds]
     )
+
+
+def _index_problem(
+    sizes: np.ndarray, offsets: np.ndarray, bounds: np.ndarray, expected_offsets: np.ndarray
+) -> str | None:
+    """What is wrong with an index of Megatron-LM, with its first bad entry; entries are counted from 0."""
+    if (sizes < 0).any():
+        bad = int(np.argmax(sizes < 0))
+        return f"damaged: sequence {bad:,} (from 0) has {sizes[bad]:,} tokens"
+    if not len(bounds) or bounds[0] != 0:
+        return f"damaged: document 0 {f'begins at sequence {bounds[0]:,}, not 0' if len(bounds) else 'is missing'}"
+    is_bad = (np.diff(bounds) < 0) | (bounds[1:] > len(sizes))
+    if is_bad.any():
+        bad = int(np.argmax(is_bad))
+        span = f"begins at sequence {bounds[bad]:,} and ends before {bounds[bad + 1]:,}, of {len(sizes):,}"
+        return f"damaged: document {bad:,} (from 0) {span}"
+    if bounds[-1] != len(sizes):
+        return f"damaged: its documents end before sequence {bounds[-1]:,} (from 0) of {len(sizes):,}"
+    if (offsets != expected_offsets).any():
+        bad = int(np.argmax(offsets != expected_offsets))
+        return (
+            f"sequence {bad:,} (from 0) begins at byte {offsets[bad]:,} of the .bin file, and those before it end at"
+            f" {expected_offsets[bad]:,}: damaged, or not merged: merge it again"
+        )
+    return None
 
 
 _OPENERS: Mapping[str, Callable[[Path], TokenFile]] = {

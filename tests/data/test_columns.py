@@ -94,6 +94,27 @@ def test_a_truncated_file_is_refused(tmp_path, kind, share):
         documents(path, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["file", "compressed"])
+@pytest.mark.parametrize("missing", [1, 5, 400])
+def test_an_arrow_file_without_its_end_says_how_long_it_is(tmp_path, kind, missing):
+    path = write_table(path_of(tmp_path, kind), ["some text"] * 1000, kind)
+    path.write_bytes(path.read_bytes()[:-missing])
+    size = path.stat().st_size
+    with pytest.raises(DataError, match=rf"truncated: the end of an Arrow file is missing after its {size:,} bytes"):
+        documents(path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_a_damaged_offset_is_found_by_its_row(tmp_path, kind):
+    """Of row 1,207, in the second of three batches."""
+    path = write_table(path_of(tmp_path, kind), [f"{row:8}" for row in range(3000)], kind, batch_rows=1000)
+    data, good = path.read_bytes(), (8 * 207).to_bytes(4, "little")
+    second = data.index((8 * 206).to_bytes(4, "little") + good, data.index(b"       0" + b"       1"))
+    path.write_bytes(data[: second + 4] + (-5).to_bytes(4, "little", signed=True) + data[second + 8 :])
+    with pytest.raises(DataError, match=rf"{path.name}, row 1206 \(from 0\): damaged \(Offset invariant failure"):
+        documents(path, tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "stream"])
 def test_damage_is_found_by_its_row(tmp_path, kind):
     """In the second of three parts: a changed page, a stream that ends."""

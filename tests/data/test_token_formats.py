@@ -44,6 +44,20 @@ def write_npy(path, ids, dtype=np.uint16):
     return path
 
 
+def cut_npy(path, num_bytes):
+    """Of 8 tokens behind a good header of 128 bytes only `num_bytes`."""
+    path = write_npy(path.with_suffix(".npy"), range(8))
+    path.write_bytes(path.read_bytes()[: 128 + num_bytes])
+
+
+def change_size(path, sequence, size):
+    """An index in which a sequence of 4 has another size."""
+    index = write_megatron(path, [[1]] * 4).with_suffix(".idx")
+    with index.open("r+b") as file:
+        file.seek(34 + 4 * sequence)
+        file.write(struct.pack("<i", size))
+
+
 def write_raw(path, ids, dtype="<u2"):
     path.write_bytes(np.array(ids, dtype).tobytes())
     return path
@@ -116,21 +130,46 @@ def test_every_suffix_is_tried():
         (lambda path: np.save(path.with_suffix(".npy"), np.zeros(2, ">u2")), r"a\.npy: >u2 of shape \(2,\)"),
         (lambda path: path.write_bytes(b"xyz"), r"a\.bin: 3 bytes, not a multiple of the 2 of a token"),
         (lambda path: path.with_suffix(".u32").write_bytes(b"xyz456"), r"a\.u32: 6 bytes, not a multiple of the 4"),
-        (lambda path: write_llm_c(path, [1], num_tokens=2), r"a\.bin: truncated: 1,026 bytes, its header says 1,028"),
-        (lambda path: write_llm_c(path, [1], num_tokens=-2), r"a\.bin: truncated"),
+        (lambda path: cut_npy(path, 7), r"a\.npy: truncated: 135 bytes, its header says 144: only 3 of 8 tokens"),
+        (lambda path: cut_npy(path, 0), r"a\.npy: truncated: 128 bytes, its header says 144: only 0 of 8 tokens"),
+        (
+            lambda path: write_llm_c(path, [1], num_tokens=2),
+            r"a\.bin: truncated: 1,026 bytes, its header says 1,028: only 1 of 2 tokens are whole",
+        ),
+        (lambda path: write_llm_c(path, [1], num_tokens=-2), r"a\.bin: damaged: its header says -2 tokens"),
         (lambda path: write_megatron(path, [[1]], version=2), r"a\.idx: version 2, format 8"),
         (lambda path: write_megatron(path, [[1]], code=6), r"a\.idx: version 1, format 6"),
-        (lambda path: write_megatron(path, [[1], [2]], [0, 1]), r"a\.idx: damaged: its documents"),
-        (lambda path: write_megatron(path, [[1], [2]], [0, 2, 1, 2]), r"a\.idx: damaged: its documents"),
-        (lambda path: write_megatron(path, [[1], [2]], offsets=[0, 4]), r"a\.idx: its sequences don't follow"),
-        (lambda path: write_megatron(path, [[1, 2]]).write_bytes(b"12"), r"a\.bin: truncated: 2 bytes"),
+        (lambda path: write_megatron(path, [[1], [2]], [0, 1]), r"its documents end before sequence 1 \(from 0\) of 2"),
+        (lambda path: write_megatron(path, [[1], [2]], []), r"a\.idx: damaged: document 0 is missing"),
+        (lambda path: write_megatron(path, [[1], [2]], [1, 2]), r"a\.idx: damaged: document 0 begins at sequence 1"),
+        (
+            lambda path: write_megatron(path, [[1], [2]], [0, 2, 1, 0]),
+            r"a\.idx: damaged: document 1 \(from 0\) begins at sequence 2 and ends before 1, of 2",
+        ),
+        (
+            lambda path: write_megatron(path, [[1], [2]], [0, 1, 99, 2]),
+            r"a\.idx: damaged: document 1 \(from 0\) begins at sequence 1 and ends before 99, of 2",
+        ),
+        (lambda path: change_size(path, 2, -7), r"a\.idx: damaged: sequence 2 \(from 0\) has -7 tokens"),
+        (
+            lambda path: change_size(path, 1, 5),
+            r"a\.idx: sequence 2 \(from 0\) begins at byte 4 of the .bin file, and those before it end at 12: dam",
+        ),
+        (
+            lambda path: write_megatron(path, [[1], [2]], offsets=[0, 4]),
+            r"a\.idx: sequence 1 \(from 0\) begins at byte 4 of the .bin file, and those before it end at 2: damaged",
+        ),
+        (
+            lambda path: write_megatron(path, [[1, 2]]).write_bytes(b"12"),
+            r"a\.bin: truncated: 2 bytes, its index says 4: only 1 of 2 tokens are whole",
+        ),
         (
             lambda path: write_megatron(path, []).with_suffix(".idx").write_bytes(b"MMIDIDX\0\0x"),
             r"a\.idx: not the index",
         ),
         (
             lambda path: write_megatron(path, [[1]] * 9).with_suffix(".idx").open("r+b").truncate(60),
-            r"a\.idx: truncated",
+            r"a\.idx: truncated, or its header is damaged: 60 bytes for 9 sequences and 10 bounds",
         ),
     ],
 )
