@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data import prepare as module
@@ -29,6 +30,8 @@ from tests.support.word_corpus import lines, open_words, write_words
 
 ROOT = Path(__file__).parents[2]
 NUM_LANES, LENGTH, NUM_STEPS = 4, 33, 40
+TRAINED_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+"""Of a tokenizer of Hugging Face's form that was trained here."""
 
 
 def hash_of_stream(documents):
@@ -285,6 +288,26 @@ def test_the_command(tmp_path, config_file):
     assert hash_of_stream(open_words(out, tmp_path / "cache").train) == hash_of_stream(text.train)
     code, _, reported = run("--config", config_file, "--out", out)
     assert code == 2 and reported.strip() == f"{out} exists: remove it, or give another --out"
+
+
+@pytest.mark.slow
+def test_the_command_trains_a_byte_level_tokenizer(tmp_path, config_file):
+    """Kept as a folder for other runs; the tokens are those of a run that trains its own from the same text."""
+    out, kept, byte_level = tmp_path / "out", tmp_path / "kept" / "mine", "data.tokenizer.kind=byte_level_bpe"
+    code, _, err = run("--config", config_file, "--out", out, "--tokenizer-out", kept, "--processes", 1, byte_level)
+    assert code == 0, err
+    assert {path.name for path in out.iterdir()} == {*TRAINED_FILES, "train.safetensors", "validation.safetensors"}
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {
+        name: (out / name).read_bytes() for name in TRAINED_FILES
+    }
+    settings = TokenizerConfig(kind="byte_level_bpe", vocab_size=320)
+    text, tokens = (open_words(each, tmp_path / "cache", tokenizer=settings) for each in (tmp_path / "words.txt", out))
+    assert hash_of_stream(tokens.train) == hash_of_stream(text.train) and tokens.fingerprint == text.fingerprint
+    theirs = Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert tokens.train.tokens(0).tolist() == theirs.encode(text.train.documents.read(0)).ids
+    code, _, err = run("--config", config_file, "--out", tmp_path / "again", f"data.tokenizer.path={kept}")
+    assert code == 0, err
+    assert hash_of_stream(open_words(tmp_path / "again", tmp_path / "cache").train) == hash_of_stream(text.train)
 
 
 @pytest.mark.sample(1)

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata as metadata_of_packages
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from parallel3d import __version__
 from tests.support.hf_tokenizers import write_folder
@@ -122,6 +125,29 @@ def test_the_wheel_holds_what_the_tree_has(installation: Installation):
     assert not (expected | configs) - names
     assert {name.partition("/")[0] for name in names} == set(OURS)  # no top-level models, launch or tests
     assert {path.name for path in installation.folder.iterdir()} == {*OURS, "bin"}
+
+
+@pytest.mark.full
+def test_the_metadata_is_what_the_project_says(installation: Installation):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (found,) = metadata_of_packages.distributions(path=[str(installation.folder)])
+    metadata = found.metadata
+    assert (metadata["Name"], metadata["Version"]) == (project["name"], __version__)
+    assert metadata["Summary"] == project["description"]
+    assert metadata["Requires-Python"] == project["requires-python"]
+    assert metadata["License"] == project["license"]["text"] == "Apache-2.0"
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert set(metadata.get_all("Classifier")) == set(project["classifiers"])
+    requirements = [Requirement(line) for line in found.requires or ()]
+    always = {str(each) for each in requirements if each.marker is None}
+    assert always == {str(Requirement(line)) for line in project["dependencies"]}
+    extras = project["optional-dependencies"]
+    assert set(metadata.get_all("Provides-Extra")) == set(extras)
+    for extra, lines in extras.items():
+        chosen = {each.name for each in requirements if each.marker and each.marker.evaluate({"extra": extra})}
+        assert chosen == {Requirement(line).name for line in lines}, extra
+    (command,) = found.entry_points.select(group="console_scripts")
+    assert (command.name, command.value) == ("parallel3d", "parallel3d.commands.main:main")
 
 
 @pytest.mark.full
