@@ -37,6 +37,7 @@ def test_it_stops_when_it_only_learns_by_heart_and_the_best_is_judged_on_the_tes
     tiny["data"] |= {"sources": [write_chats(tmp_path / "chats.jsonl")], "cache_directory": tmp_path / "cache", **split}
     tiny["batch"] |= {"global_batch_size": 12, "micro_batch_size": 12, "sequence_length": 128}
     tiny["model"] |= {"hidden_size": 64, "intermediate_size": 128}
+    tiny["optimizer"] |= {"learning_rate": 3e-3}  # at 0.01 it learned nothing by heart, and noise decided
     tiny["run"] |= {"num_steps": 1000, "evaluate_every": 25}
     tiny["checkpoint"] = {"every": 25, "keep_last": 40}
     result = parallel3d.train(tiny, callbacks=[parallel3d.EarlyStopping(patience=4)])
