@@ -126,7 +126,7 @@ def _open_megatron(path: Path, index: Path) -> TokenFile:
 def _index_problem(
     sizes: np.ndarray, offsets: np.ndarray, bounds: np.ndarray, expected_offsets: np.ndarray
 ) -> str | None:
-    """What is wrong with an index of Megatron-LM, with its first bad entry; entries are counted from 0."""
+    """Returns what is wrong with an index of Megatron-LM, naming its first bad entry, counted from 0."""
     if (sizes < 0).any():
         bad = int(np.argmax(sizes < 0))
         return f"damaged: sequence {bad:,} (from 0) has {sizes[bad]:,} tokens"
