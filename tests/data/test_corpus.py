@@ -49,7 +49,7 @@ def test_the_second_opening_builds_nothing_and_needs_no_lock(source, tmp_path):
     assert any("first use" in text for text in logged) and " s; kept" in logged[-1]
     logged.clear()
     (lock,) = (tmp_path / "cache").glob("*.lock")
-    with cache._lock(lock, AbortToken(), logged.append):
+    with cache.locked(lock, AbortToken(), logged.append):
         second = open_words(source, tmp_path / "cache", log=logged.append, token=_aborted())
     assert logged == []
     assert (second.fingerprint, second.unigram_entropy) == (first.fingerprint, first.unigram_entropy)
@@ -237,9 +237,9 @@ def test_a_waiting_process_is_silent_for_half_a_minute(source, tmp_path, monkeyp
             self.check()
 
     with (
-        cache._lock(lock, AbortToken(), print),
+        cache.locked(lock, AbortToken(), print),
         pytest.raises(GenerationEnded),
-        cache._lock(lock, Token(), logged.append),
+        cache.locked(lock, Token(), logged.append),
     ):
         pass
     assert logged == ["waiting for another process that builds corpus"]
@@ -256,7 +256,8 @@ def test_a_waiting_process_obeys_the_token(source, tmp_path, monkeypatch):
         logged.append(text)
         token.abort("replica (1, 0) died")
 
-    with cache._lock(folder.with_suffix(".lock"), AbortToken(), print), pytest.raises(GenerationEnded, match="replica"):
+    lock = folder.with_suffix(".lock")
+    with cache.locked(lock, AbortToken(), print), pytest.raises(GenerationEnded, match="replica"):
         open_words(source, tmp_path / "cache", token=token, log=on_log)
     assert ["waiting for another process" in text for text in logged] == [True]
 
