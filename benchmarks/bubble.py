@@ -79,7 +79,7 @@ def main() -> None:
                 directory = Path(folder) / f"{parallel['schedule']}-{number}"
                 run = train_quickstart if options.compute else train_sleeping
                 run(directory, parallel, options)
-                lines = [line for line in read_metrics(directory / METRICS) if "bubble" in line]
+                lines = [line for line in read_metrics(directory / METRICS) if "event" not in line]
                 measured[name] += lines[WARMUP_STEPS:]
     print("| schedule | planned bubble | measured bubble (least, most) | step, ms |")
     print("|---|--:|--:|--:|")

@@ -182,7 +182,7 @@ def run_ours(variant: Variant, workload: Workload, folder: Path, options: argpar
     path.write_text(json.dumps(config))
     run_processes([[sys.executable, "launch/train.py", "--config", str(path)]], [{}], folder, options.timeout_s)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "tokens_per_s" in line]
+    steps = [line for line in lines if "event" not in line]
     return {"tokens_per_s": [step["tokens_per_s"] for step in steps[WARMUP_STEPS:]], "loss": steps[-1]["loss"]}
 
 

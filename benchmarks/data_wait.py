@@ -59,7 +59,7 @@ def train(num_steps: int, num_processes: int) -> str:
         command = [sys.executable, "launch/train.py", "--config", "configs/quickstart.json", *overrides]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "data_wait_s" in line and line["step"] > min(WARM_STEPS, num_steps // 2)]
+    steps = [line for line in lines if "event" not in line and line["step"] > min(WARM_STEPS, num_steps // 2)]
     shares = [step["data_wait_s"] / step["step_s"] for step in steps]
     whole = sum(step["data_wait_s"] for step in steps) / sum(step["step_s"] for step in steps)
     tokens, step_s = (median(step[name] for step in steps) for name in ("tokens_per_s", "step_s"))

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_our_configuration_is_valid(variant: cpu.Variant, tmp_path: Path):
     assert world_size(config) == variant.num_processes
     assert world_size(config) * config.run.threads_per_rank == 2
     assert config.run.num_steps == 3 + cpu.WARMUP_STEPS
+
+
+@pytest.mark.slow
+def test_a_real_run_of_ours_has_the_speed_of_each_step():
+    tiny = Workload(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    tiny = replace(tiny, sequence_length=16, micro_batch_size=1, global_batch_size=4)
+    options = cpu.parse_arguments(["--steps", "2", "--cores", "2"])
+    (variant,) = variants("ours dp2")
+    found = cpu.measure(variant, tiny, 0, options)
+    assert found.error is None and len(found.tokens_per_s) == 2 and 0 < found.loss < 10
 
 
 def test_select():
