@@ -13,6 +13,7 @@ Files never change once they have their name, so a copy is always of what is mis
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -32,6 +33,8 @@ NETWORK_FILESYSTEMS = frozenset(
 KEEP_AFTER_S = 120.0
 """When a run's first worker adds to the cache: kernels are compiled in a run's first steps."""
 _COPYING = ".copying-"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How the table of mounts writes a space, a tab, a newline and a backslash: \\040."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str | None:
     found, longest, real = None, -1, path.resolve()
     for line in lines:
         fields, _, kind = line.partition(" - ")
-        folder = Path(fields.split()[4].encode().decode("unicode_escape"))  # a space is \040 there
+        folder = Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), fields.split()[4]))
         if real.is_relative_to(folder) and len(folder.parts) >= longest:
             found, longest = kind.split()[0], len(folder.parts)
     return found
