@@ -60,6 +60,7 @@ from parallel3d.worker.gemm_timing import agree_on_gemm
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.join_terms import JOIN_KEY, JoinTerms
 from parallel3d.worker.kernel_cache import open_kernel_cache
+from parallel3d.worker.memory_holder import memory_held
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
 
@@ -79,10 +80,11 @@ def run_worker(
         context = replace(context, is_spare=False, part=context.control.membership.await_part())
         if context.part is None:
             return 0
-    train_worker(config, context, make_stage=make_stage, open_initial_weights=open_initial_weights)
-    while part := context.control.membership.take_move():
-        moved = replace(context, part=part)
-        train_worker(config, moved, make_stage=make_stage, open_initial_weights=open_initial_weights)
+    with memory_held():
+        train_worker(config, context, make_stage=make_stage, open_initial_weights=open_initial_weights)
+        while part := context.control.membership.take_move():
+            moved = replace(context, part=part)
+            train_worker(config, moved, make_stage=make_stage, open_initial_weights=open_initial_weights)
     return 0
 
 

@@ -35,7 +35,8 @@ def wait_until_gone(run: Path, but: int = 0) -> None:
 def test_a_killed_torchrun_leaves_no_process(config_file, tmp_path):
     process = start("--config", config_file, "run.num_steps=100000", launcher=TORCHRUN)
     wait_for_step(tmp_path / "run", 3)
-    assert len(processes_of(tmp_path)) == 1 + 4 * 3 + 1  # stub, guardian and worker of each rank, and the coordinator
+    # stub, guardian, worker and its memory holder of each rank, and the coordinator
+    assert len(processes_of(tmp_path)) == 1 + 4 * 4 + 1
     process.kill()
     process.communicate()
     wait_until_gone(tmp_path)
@@ -44,7 +45,7 @@ def test_a_killed_torchrun_leaves_no_process(config_file, tmp_path):
 def test_a_killed_stub_without_a_launcher_leaves_no_process(config_file, tmp_path):
     process = start("--config", config_file, "run.num_steps=100000")
     wait_for_step(tmp_path / "run", 3)
-    assert len(processes_of(tmp_path)) == 1 + 2 + 4
+    assert len(processes_of(tmp_path)) == 1 + 2 + 4 * 2
     process.kill()
     process.communicate()
     wait_until_gone(tmp_path)

@@ -1,0 +1,61 @@
+/* A process that shares another one's memory, sleeps, and outlives it by a moment.
+
+   The kernel reports a death after it has freed the memory, if the dead process was the last to have it. The holder is
+   the last one in its place. It runs nothing but the loop below, on a stack of its own, and has no open files. Of the
+   signals that can be blocked it hears SIGCONT alone, by which the kernel tells it that its owner has ended, even if
+   somebody has stopped it. One from elsewhere leaves EINTR in the owner's errno, where it means "try again". */
+
+#define _GNU_SOURCE
+#include <sched.h>
+#include <signal.h>
+#include <stdint.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { STACK_BYTES = 32768, CHECK_NS = 2000000, MAX_CHECKS = 1000 };
+
+static _Alignas(16) char stack[STACK_BYTES];
+static pid_t owner;
+
+static void wake_up(int number) { (void)number; }
+
+/* The process is gone from its parent's children, too: until then some of its threads may still have the memory. */
+static void await_reaping(void) {
+    const struct timespec pause = {0, CHECK_NS};
+    for (int checks = 0; checks < MAX_CHECKS && kill(owner, 0) == 0; ++checks) nanosleep(&pause, NULL);
+}
+
+static int close_all_files(void) {
+#ifdef SYS_close_range
+    return syscall(SYS_close_range, 0, ~0u, 0) == 0;
+#else
+    return 0;
+#endif
+}
+
+static int hold(void *unused) {
+    (void)unused;
+    if (!close_all_files()) return 1; /* before Linux 5.9 */
+    const struct sigaction action = {.sa_handler = wake_up};
+    const uint64_t all_others = ~(UINT64_C(1) << (SIGCONT - 1));
+    prctl(PR_SET_NAME, "p3d-memory");
+    sigaction(SIGCONT, &action, NULL);
+    prctl(PR_SET_PDEATHSIG, SIGCONT);
+    while (getppid() == owner) syscall(SYS_rt_sigsuspend, &all_others, sizeof all_others);
+    await_reaping();
+    syscall(SYS_exit_group, 0);
+    return 0;
+}
+
+/* Starts the holder of the calling process, from the thread that ends last; returns its number, or -1. */
+int start_holder(void) {
+    sigset_t all, before;
+    sigfillset(&all);
+    owner = getpid();
+    sigprocmask(SIG_SETMASK, &all, &before);
+    const pid_t holder = clone(hold, stack + STACK_BYTES, CLONE_VM, NULL);
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    return holder;
+}
