@@ -31,6 +31,7 @@ from parallel3d.debug.trace import NoTrace, make_trace
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.protocol.restart_policy import START_KEY, StartInstruction
 from parallel3d.elastic.worker.control_channel import ControlChannel
+from parallel3d.elastic.worker.memory_holder import memory_held
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.layers.init import InitMethod, awaited_value
 from parallel3d.monitor.run_folder import TRACES
@@ -60,7 +61,6 @@ from parallel3d.worker.gemm_timing import agree_on_gemm
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.join_terms import JOIN_KEY, JoinTerms
 from parallel3d.worker.kernel_cache import open_kernel_cache
-from parallel3d.worker.memory_holder import memory_held
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
 

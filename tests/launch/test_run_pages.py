@@ -20,6 +20,8 @@ from tests.support.shown_page import ShownPage, shows
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 PRICE = 3600.0
 """Dollars an hour: a dollar a second."""
+SPIKE = WINDOW + 10
+"""Within the run, whose first losses are the highest."""
 
 
 def test_every_value_is_that_of_the_metrics(config_file, tmp_path, capsys):
@@ -84,7 +86,7 @@ def copy_with_spikes(run, folder):
     shutil.copytree(run, folder)
     steps, events = metrics(run), [line for line in read_metrics(run / "metrics.jsonl") if "event" in line]
     steps = [{**line, "step": number} for number, line in enumerate(8 * steps, start=1)]
-    for step, factor in ((2 * WINDOW, 3.0), (2 * WINDOW + 1, 4.0), (2 * WINDOW + 2, 3.0), (300, 5.0)):
+    for step, factor in ((SPIKE - 1, 3.0), (SPIKE, 4.0), (SPIKE + 1, 3.0), (300, 5.0)):
         steps[step - 1] |= {name: factor * steps[step - 1][name] for name in ("loss", "grad_norm")}
     assert len(steps) > MAX_POINTS
     lines = [events[0], *steps, *events[1:]]
@@ -98,6 +100,6 @@ def check_spikes(run, folder):
     shown, values = ShownPage((folder / "report.html").read_text()), RunValues(folder)
     check_curves(shown, values)
     spikes, rings = values.gradient_spikes(), values.loss_spikes()
-    assert (2 * WINDOW + 1) in [step for step, _ in rings] and any(len(spike) > 1 for spike in spikes)
+    assert SPIKE in [step for step, _ in rings] and any(len(spike) > 1 for spike in spikes)
     assert shows(shown.figures["gradient spikes"], len(spikes)) and len(rings) > 1
     assert shows(shown.figures["steps above 1.2 x lowest loss"], sum(ratio > 1.2 for ratio in values.ratios))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,8 @@ def saved_runs(folder: Path) -> dict[str, Path]:
 
 def stop_after_its_first_run(folder: Path) -> str:
     """Starts the study as a user does and presses Ctrl-C; returns the name of the finished run."""
-    process = subprocess.Popen(command_line("study", *COMMAND), start_new_session=True)
+    unless_ignored = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # as it is in a shell's background
+    process = subprocess.Popen(command_line("study", *COMMAND), start_new_session=True, preexec_fn=unless_ignored)
     try:
         wait_for(lambda: saved_runs(folder), "the first run")
         os.killpg(process.pid, signal.SIGINT)

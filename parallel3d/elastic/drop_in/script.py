@@ -17,6 +17,7 @@ from parallel3d.elastic.drop_in.generations import LeftRun
 from parallel3d.elastic.drop_in.loop_network import SocketLoopNetwork
 from parallel3d.elastic.drop_in.session import LoopHooks, Session
 from parallel3d.elastic.guardian.heartbeat import Mode
+from parallel3d.elastic.worker.memory_holder import memory_held
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.usable_cores import usable_cores
 
@@ -44,10 +45,11 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
     torch.manual_seed(script.seed)
     use_own_gpu(context.local_rank)
     try:
-        if script.module:
-            runpy.run_module(script.module, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script.path, run_name="__main__")
+        with memory_held():
+            if script.module:
+                runpy.run_module(script.module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script.path, run_name="__main__")
     except LeftRun:
         raise
     except SystemExit as error:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.worker import memory_holder
-from parallel3d.worker.memory_holder import memory_held
+from parallel3d.elastic.worker import memory_holder
+from parallel3d.elastic.worker.memory_holder import memory_held
 
 MIB = 1 << 20
 OWNER = """
 import sys, threading, time
-from parallel3d.worker.memory_holder import memory_held
+from parallel3d.elastic.worker.memory_holder import memory_held
 memory = bytearray(64 << 20)
 threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
 with memory_held() as holder:
@@ -29,7 +29,7 @@ with memory_held() as holder:
 """
 ENDING = """
 from pathlib import Path
-from parallel3d.worker.memory_holder import memory_held
+from parallel3d.elastic.worker.memory_holder import memory_held
 try:
     with memory_held() as holder:
         print(Path(f"/proc/{holder}").exists())

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@ enum { STACK_BYTES = 32768, CHECK_NS = 2000000, MAX_CHECKS = 1000 };
 
 static _Alignas(16) char stack[STACK_BYTES];
 static pid_t owner;
+static _Atomic int is_ready;
 
 static void wake_up(int number) { (void)number; }
 
@@ -43,19 +45,22 @@ static int hold(void *unused) {
     prctl(PR_SET_NAME, "p3d-memory");
     sigaction(SIGCONT, &action, NULL);
     prctl(PR_SET_PDEATHSIG, SIGCONT);
+    is_ready = 1;
     while (getppid() == owner) syscall(SYS_rt_sigsuspend, &all_others, sizeof all_others);
     await_reaping();
     syscall(SYS_exit_group, 0);
     return 0;
 }
 
-/* Starts the holder of the calling process, from the thread that ends last; returns its number, or -1. */
+/* Starts the holder of the calling process, from the thread that ends last; returns its number once it is ready, or -1. */
 int start_holder(void) {
     sigset_t all, before;
     sigfillset(&all);
     owner = getpid();
+    is_ready = 0;
     sigprocmask(SIG_SETMASK, &all, &before);
     const pid_t holder = clone(hold, stack + STACK_BYTES, CLONE_VM, NULL);
+    while (holder > 0 && !is_ready && waitpid(holder, NULL, WNOHANG | __WCLONE) == 0) sched_yield();
     sigprocmask(SIG_SETMASK, &before, NULL);
-    return holder;
+    return is_ready ? holder : -1;
 }
