@@ -19,7 +19,9 @@ from parallel3d.elastic.worker.memory_holder import memory_held
 MIB = 1 << 20
 OWNER = """
 import sys, threading, time
+from parallel3d.elastic.worker import memory_holder
 from parallel3d.elastic.worker.memory_holder import memory_held
+memory_holder.LONGEST_S = float(sys.argv[1])
 memory = bytearray(64 << 20)
 threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
 with memory_held() as holder:
@@ -48,9 +50,9 @@ pytestmark = pytest.mark.skipif(not has_holders(), reason="no Linux of 5.9 or la
 
 
 @contextmanager
-def started():
+def started(longest_s=600):
     """A process with a holder; yields both, the holder by its number."""
-    command = [sys.executable, "-c", OWNER]
+    command = [sys.executable, "-c", OWNER, str(longest_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         try:
@@ -106,7 +108,7 @@ def test_a_killed_process_is_reported_before_its_memory_is_freed():
 
 
 def test_a_dead_process_that_nobody_reaps_does_not_keep_its_memory():
-    with started() as (owner, holder):
+    with started(memory_holder.LONGEST_S) as (owner, holder):
         owner.kill()
         wait_until_dead(owner)
         wait_until(lambda: is_gone(holder))

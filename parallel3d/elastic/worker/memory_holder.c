@@ -15,18 +15,20 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { STACK_BYTES = 32768, CHECK_NS = 2000000, MAX_CHECKS = 1000 };
+enum { STACK_BYTES = 32768, CHECK_NS = 2000000 };
 
 static _Alignas(16) char stack[STACK_BYTES];
 static pid_t owner;
+static uint64_t max_checks;
 static _Atomic int is_ready;
 
 static void wake_up(int number) { (void)number; }
 
-/* The process is gone from its parent's children, too: until then some of its threads may still have the memory. */
+/* Until its parent has reaped the owner, some of its threads may still have the memory. A parent that never does keeps
+   the memory for a moment only. */
 static void await_reaping(void) {
     const struct timespec pause = {0, CHECK_NS};
-    for (int checks = 0; checks < MAX_CHECKS && kill(owner, 0) == 0; ++checks) nanosleep(&pause, NULL);
+    for (uint64_t checks = 0; checks < max_checks && kill(owner, 0) == 0; ++checks) nanosleep(&pause, NULL);
 }
 
 static int close_all_files(void) {
@@ -52,12 +54,14 @@ static int hold(void *unused) {
     return 0;
 }
 
-/* Starts the holder of the calling process, from the thread that ends last; returns its number once it is ready, or -1. */
-int start_holder(void) {
+/* Starts the holder of the calling process, from the thread that ends last; returns its number once it is ready, or -1.
+   longest_ns: how long it may outlive an owner that is not reaped. */
+int start_holder(uint64_t longest_ns) {
     sigset_t all, before;
     sigfillset(&all);
     owner = getpid();
     is_ready = 0;
+    max_checks = longest_ns / CHECK_NS;
     sigprocmask(SIG_SETMASK, &all, &before);
     const pid_t holder = clone(hold, stack + STACK_BYTES, CLONE_VM, NULL);
     while (holder > 0 && !is_ready && waitpid(holder, NULL, WNOHANG | __WCLONE) == 0) sched_yield();

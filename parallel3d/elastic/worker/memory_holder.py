@@ -9,6 +9,7 @@ freed in the holder a moment later. A worker that ends by itself ends its holder
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 from parallel3d.compiled_loops import loop_library
 
 _SOURCE = Path(__file__).with_suffix(".c")
+LONGEST_S = 0.2
+"""How long a holder may outlive a worker that nobody reaps, as one whose guardian is dead."""
 WCLONE = -(1 << 31)
 """Option of waitpid, for children that report nothing when they end."""
 
@@ -41,5 +44,5 @@ def memory_held() -> Iterator[int | None]:
 def _start_holder() -> int | None:
     is_main = threading.current_thread() is threading.main_thread()
     library = loop_library(_SOURCE) if is_main and sys.platform.startswith("linux") else None
-    holder = -1 if library is None else int(library.start_holder())
+    holder = -1 if library is None else int(library.start_holder(ctypes.c_uint64(int(1e9 * LONGEST_S))))
     return None if holder < 0 else holder
