@@ -21,7 +21,7 @@ from parallel3d.compiled_loops import loop_library
 
 _SOURCE = Path(__file__).with_suffix(".c")
 LONGEST_S = 0.2
-"""How long a holder may outlive a worker that nobody reaps, as one whose guardian is dead."""
+"""How long a holder may outlive a worker that is not reaped: its guardian may be dead."""
 WCLONE = -(1 << 31)
 """Option of waitpid, for children that report nothing when they end."""
 
