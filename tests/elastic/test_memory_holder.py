@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from parallel3d.elastic.worker import memory_holder
 from parallel3d.elastic.worker.memory_holder import memory_held
+from tests.support.processes import wait_for
 
 MIB = 1 << 20
 OWNER = """
@@ -84,13 +84,6 @@ def is_gone(pid):
     return status(pid).get("State", "Z").startswith("Z")
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def wait_until_dead(process):
     """Until the kernel reports the end of a child, which is not reaped yet."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # bounded: it has been killed
@@ -104,14 +97,14 @@ def test_a_killed_process_is_reported_before_its_memory_is_freed():
         assert left["Name"] == "p3d-memory" and resident_bytes(holder) > 64 * MIB
         assert "VmRSS" not in status(owner.pid)
         assert owner.wait() == -signal.SIGKILL
-        wait_until(lambda: is_gone(holder))
+        wait_for(lambda: is_gone(holder), "the end of the holder")
 
 
 def test_a_dead_process_that_nobody_reaps_does_not_keep_its_memory():
     with started(memory_holder.LONGEST_S) as (owner, holder):
         owner.kill()
         wait_until_dead(owner)
-        wait_until(lambda: is_gone(holder))
+        wait_for(lambda: is_gone(holder), "the end of the holder")
 
 
 @pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)", "raise ValueError"])
@@ -139,10 +132,10 @@ def test_it_has_no_files_and_hears_no_signal_of_its_group():
 def test_one_that_is_stopped_does_not_outlive_its_owner():
     with started() as (owner, holder):
         os.kill(holder, signal.SIGSTOP)
-        wait_until(lambda: status(holder)["State"].startswith("T"))
+        wait_for(lambda: status(holder)["State"].startswith("T"), "the holder's stop")
         owner.kill()
         owner.wait()
-        wait_until(lambda: is_gone(holder))
+        wait_for(lambda: is_gone(holder), "the end of the holder")
 
 
 def test_it_shares_what_its_owner_allocates_later():

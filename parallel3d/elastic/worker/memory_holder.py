@@ -1,7 +1,7 @@
 """Lets a worker's death be noticed before the kernel has freed its memory.
 
 The kernel frees a process's memory first and reports its death after that: 0.02 s for a small worker and 0.08 s for
-each GiB of host memory, several times as long where others want the cores. So a worker shares its memory with a process
+each GiB of host memory, longer where others want the cores. So a worker shares its memory with a process
 that does nothing else (memory_holder.c): a worker that is killed is reported within a millisecond, and what it had is
 freed in the holder a moment later. A worker that ends by itself ends its holder first.
 """
