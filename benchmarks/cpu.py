@@ -4,7 +4,7 @@
 
 Every variant trains the same model on the same number of cores: one process with all of them, or two with half
 each. They run one after the other, round after round (A B C ... A B C ...), each in processes of its own, so that noise
-and heat affect all of them alike. The machine's limit (peers/machine.py) is one of them. Nothing else may run.
+and heat affect all of them alike. The machine's limits (peers/machine*.py) are among them. Nothing else may run.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ class Run:
 
 PEERS = "benchmarks.peers."
 TORCH, DEEPSPEED, HF = PEERS + "torch_parallel", PEERS + "deepspeed", PEERS + "huggingface"
-MACHINE = PEERS + "machine"
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(name="machine single", layout="single", module=MACHINE, arguments=("single",)),
-    Variant(name="machine dp2", layout="dp2", module=MACHINE, arguments=("dp2",)),
-    Variant(name="machine tp2", layout="tp2", module=MACHINE, arguments=("tp2",)),
+    *(
+        Variant(name=f"{module} {kind}", layout=kind, module=PEERS + module, arguments=(kind,))
+        for module in ("machine", "machine_in_order")
+        for kind in ("single", "dp2", "tp2")
+    ),
     Variant(name="plain", layout="single", module=PEERS + "plain"),
     Variant(name="ours single", layout="single", goal=0.85, bf16_goal=0.9),
     Variant(name="ours dp2", layout="dp2", parallel={"dp_size": 2}, goal=0.85, bf16_goal=0.9),
@@ -328,8 +329,7 @@ def speed_table(variants: Sequence[Variant], workload: Workload, runs: Sequence[
         "|---|--:|--:|--:|--:|--:|",
     ]
     for variant in variants:
-        name = variant.name
-        turns = [run for run in runs if run.name == name]
+        name, turns = variant.name, [run for run in runs if run.name == variant.name]
         if errors := [run.error for run in turns if run.error]:
             rows.append(f"| {name} | {len(errors)} of {len(turns)} runs failed: {cell(errors[-1])} | | | | |")
         if name in medians:
