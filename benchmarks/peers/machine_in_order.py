@@ -32,7 +32,7 @@ LAYER_PRODUCTS = ("qkv", "attention output", "gate and up", "down")
 
 
 def main() -> None:
-    workload, options = parse_arguments(__doc__, kinds=tuple(LAYOUTS))
+    workload, options = parse_arguments(__doc__, kinds=("single", "dp2", "tp2"))
     tp_size, dp_size = LAYOUTS[options.kind]
     if tp_size * dp_size > 1:
         dist.init_process_group("gloo")
