@@ -33,7 +33,7 @@ from parallel3d.trainer.plans import chunk_layout_of, split_layers
 FRAGMENTATION = 0.05
 """Of what comes and goes within a step: memory that the allocator has and can't use. An assumption."""
 CPU_LOGITS_BYTES = 8 << 20
-"""Of logits in the format of the loss that exist at once on a CPU; on a device HEAD_BLOCK_BYTES."""
+"""Of logits that exist at once on a CPU, before they are widened for the loss; on a device HEAD_BLOCK_BYTES."""
 CPU_LOGIT_GRADS_BYTES = 64 << 20
 """Of their gradients, for one product for the weight."""
 MEASURE_BYTES = 6
@@ -226,7 +226,7 @@ def head_at_work(config: Config, sizes: MicroBatchSizes) -> int:
         rows = max(1, HEAD_BLOCK_BYTES // (vocab * sizes.itemsize))
         logits = min(rows, sizes.num_tokens) * vocab * sizes.itemsize
     else:
-        rows = max(1, CPU_LOGITS_BYTES // (vocab * spec.keep_fp32.num_bytes))
+        rows = max(1, CPU_LOGITS_BYTES // (vocab * sizes.itemsize))
         all_rows = rows * max(1, CPU_LOGIT_GRADS_BYTES // (vocab * sizes.itemsize * rows))
         logits = min(all_rows, sizes.num_tokens) * vocab * sizes.itemsize
         logits += min(rows, sizes.num_tokens) * vocab * spec.keep_fp32.num_bytes

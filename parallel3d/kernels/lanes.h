@@ -42,11 +42,15 @@ INLINE halves short_of(uvec x) { return __builtin_convertvector(x, halves); }
 
 INLINE vec widened(halves x) { return (vec)(long_of(x) << 16); }
 
-/* To the nearest, ties to even. NaNs stay NaNs: results of arithmetic on bf16 numbers have no bits set below bf16's that
-   a carry could start from. */
+/* To the nearest, ties to even; what is too small for a normal number becomes 0, as the instruction for it has it. NaNs
+   stay NaNs: results of arithmetic on bf16 numbers have no bits set below bf16's that a carry could start from. */
 INLINE halves narrowed(vec x) {
-    uvec bits = (uvec)x;
-    return short_of((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    uvec bits = (uvec)x, is_normal = (uvec)((ivec)(0 - (bits & 0x7F800000)) >> 31); /* GCC 12 compares lane by lane */
+    return short_of(((bits + 0x7FFF + ((bits >> 16) & 1)) & (is_normal | 0x80000000)) >> 16);
+#endif
 }
 
 /* The lanes i to i + n - 1 of an array; lanes from n on are zero. */

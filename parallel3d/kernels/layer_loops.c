@@ -320,11 +320,11 @@ void softmax_sums(const void *logits, int64_t stride, const float *largest, cons
 
 INLINE void softmax_grads_row(void *logits, float largest, float total, int64_t target, float factor, int64_t width,
                               int narrow) {
-    float target_exp = 0.0f;
+    float target_exp = 0.0f, share = factor / total;
     int is_here = target >= 0 && target < width;
     if (is_here) target_exp = exp_of(load(logits, target, 1, narrow) - largest, narrow)[0];
     EACH_LANES(width,
-        store(logits, i, n, narrow, exp_of(load(logits, i, n, narrow) - largest, narrow) / total * factor);)
+        store(logits, i, n, narrow, exp_of(load(logits, i, n, narrow) - largest, narrow) * share);)
     if (is_here) store(logits, target, 1, narrow, (vec){0} + (target_exp / total - 1.0f) * factor);
 }
 

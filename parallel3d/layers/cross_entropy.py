@@ -24,7 +24,7 @@ from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
 
-TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format, small enough for a CPU's last-level cache
+TOKEN_BLOCK_BYTES = 8 << 20  # of logits, small enough for a CPU's last-level cache
 DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU, products large enough to fill it
 GRADIENT_BLOCK_BYTES = 64 << 20  # of logits' gradients on a CPU, for one product for the weight
 
@@ -52,9 +52,7 @@ class _LinearCrossEntropy(Function):
         grad_buffer = weight.sink.buffer[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        # on an accelerator the logits' gradient takes the place of the logits, in their format
-        widest = whole.dtype if is_accelerator(whole.device) else keep_fp32_dtype
-        rows, local_targets = block_rows(num_valid, widest, whole.device), targets - first
+        rows, local_targets = block_rows(num_valid, whole.dtype, whole.device), targets - first
         grad_rows = gradient_rows(rows, num_valid, whole.dtype, whole.device) if grad_factor else rows
         buffer = _logits_buffer(min(grad_rows, whole.shape[0]), num_valid, whole)
         for grad_start in range(0, whole.shape[0], grad_rows):

@@ -112,8 +112,8 @@ def _linear_shapes(stage: nn.Module, num_tokens: int) -> Iterator[LinearShape]:
             out_features, in_features = module.weight.shape
             yield LinearShape(out_features, in_features, num_tokens)
         elif isinstance(module, LinearCrossEntropy) and module.num_valid:
-            rows = block_rows(module.num_valid, module.keep_fp32_dtype, "cpu")
-            rows = min(num_tokens, gradient_rows(rows, module.num_valid, module.weight.dtype, "cpu"))
+            num_valid, dtype = module.num_valid, module.weight.dtype
+            rows = min(num_tokens, gradient_rows(block_rows(num_valid, dtype, "cpu"), num_valid, dtype, "cpu"))
             yield LinearShape(module.num_valid, module.weight.shape[1], rows)
 
 

@@ -199,6 +199,19 @@ def test_bits_do_not_depend_on_the_processor(dtype, processor, monkeypatch):
     assert_bits(everything(dtype), found)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86")
+@pytest.mark.parametrize("processor", ["native", "x86-64", "x86-64-v3"])
+def test_what_is_too_small_for_a_normal_number_in_bf16_is_zero_on_all_processors(processor, monkeypatch):
+    """Infinities and NaNs are not touched."""
+    library = loop_library(c_loops._LAYERS, "-fopenmp", f"-march={processor}")
+    monkeypatch.setattr(c_loops, "_library", lambda _source: library)
+    smallest = torch.finfo(torch.bfloat16).tiny
+    x = torch.tensor([[smallest, -smallest, smallest / 2, -smallest / 2, torch.inf, -torch.inf, torch.nan, 3.0]])
+    total = OURS.rms_norm.forward(x.bfloat16(), torch.zeros_like(x).bfloat16(), (torch.ones(8),), 1e-5, FP32).total
+    expected = torch.tensor([[smallest, -smallest, 0.0, 0.0, torch.inf, -torch.inf, torch.nan, 3.0]])
+    torch.testing.assert_close(total.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_sums_do_not_depend_on_what_follows():
     """A block's part of a weight's gradient is that of the same rows alone; every other row stands for itself."""
     x, grad, weight = (draw(*shape, dtype=FP32, seed=seed) for seed, shape in enumerate(((64, 24), (64, 24), (24,))))
