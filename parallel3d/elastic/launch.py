@@ -13,6 +13,7 @@ Without a launcher, a run that has ended may restart here, with a full set of ne
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -95,9 +96,9 @@ def run_workers(
         elastic=elastic,
         directory=logs.parent,
     )
+    gc.freeze()  # collections leave what is there alone: children go on sharing its pages, and Python's end is short
     with listener:
-        parent = os.getppid() if env else parent
-        return Stub(_Programs(coordinator, guardian), timeouts=timeouts, parent=parent).run()
+        return Stub(_Programs(coordinator, guardian), timeouts=timeouts, parent=os.getppid() if env else parent).run()
 
 
 def _guardian_info(workers: Sequence[WorkerSpec], port: int) -> GuardianInfo:

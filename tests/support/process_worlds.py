@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -167,6 +168,7 @@ def half_built(context: WorkerContext) -> int:
 
 
 def light_guardian(context: WorkerContext) -> int:
+    assert gc.get_freeze_count() > 0, "collections copy the pages that processes share"
     return 0
 
 

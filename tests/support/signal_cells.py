@@ -18,12 +18,13 @@ import signal
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.support.launch_runs import child_of
 from tests.support.member_processes import start, start_on_hosts, start_under_torchrun
 from tests.support.strike_clock import StrikeClock
-from tests.support.struck_worlds import MOMENTS_S, START_S, StruckWorld, has_own_traceback, parent_of
+from tests.support.struck_worlds import MOMENTS_S, START_S, StruckWorld, has_own_traceback, parent_of, started_world
 
 POINTS = {"start": ("report", 0), "step": ("step", 5), "idle": ("step", 10)}
 """idle: the last rank has been killed in step 5, and the one before it, a spare now, waits for the end."""
@@ -218,30 +219,28 @@ def _codes_of_stubs(cell: SignalCell) -> list[int]:
 def run_signal_cell(cell: SignalCell, directory: Path) -> str:
     """Runs a cell; returns what is wrong with its end, "" if nothing is."""
     directory.mkdir()
-    world = StruckWorld(_start(cell, directory), directory)
+    # a worker that has not connected yet would end otherwise
+    awaited = ["dawdling-1", *(f"pid-{rank}" for rank in range(math.prod(cell.layout)))]
     try:
-        # a worker that has not connected yet would end otherwise
-        world.await_files(["dawdling-1", *(f"pid-{rank}" for rank in range(math.prod(cell.layout)))])
-        pid = _pid_of(cell, world)
-        coordinator = child_of(pid, "coordinator") if cell.process == STUB_AND_COORDINATOR else None
-        clock = StrikeClock(world, pid)
-        if coordinator is not None:
-            os.kill(pid, signal.SIGSTOP)
-            os.kill(coordinator, signal.SIGKILL)
-        world.strike(pid, cell.what)
-        if cell.process == "launcher" or cell.is_torchrun_without_end:
-            world.await_end_below()
-            if cell.what == "STOP":
-                os.kill(pid, signal.SIGCONT)  # the others wait for it
-        if cell.is_torchrun_without_end:
-            world.kill_started(once_ended=cell.host)
-        outputs = world.end(pid if cell.what == "STOP" and cell.process in ("stub", STUB_AND_COORDINATOR) else None)
-        wrong = _wrong(cell, world, outputs)
-        clock.write(directory)
+        with started_world(partial(_start, cell, directory), directory, awaited) as world:
+            pid = _pid_of(cell, world)
+            coordinator = child_of(pid, "coordinator") if cell.process == STUB_AND_COORDINATOR else None
+            clock = StrikeClock(world, pid)
+            if coordinator is not None:
+                os.kill(pid, signal.SIGSTOP)
+                os.kill(coordinator, signal.SIGKILL)
+            world.strike(pid, cell.what)
+            if cell.process == "launcher" or cell.is_torchrun_without_end:
+                world.await_end_below()
+                if cell.what == "STOP":
+                    os.kill(pid, signal.SIGCONT)  # the others wait for it
+            if cell.is_torchrun_without_end:
+                world.kill_started(once_ended=cell.host)
+            outputs = world.end(pid if cell.what == "STOP" and cell.process in ("stub", STUB_AND_COORDINATOR) else None)
+            wrong = _wrong(cell, world, outputs)
+            clock.write(directory)
     except AssertionError as error:
         return f"{cell.name}: {error}"
-    finally:
-        world.kill()
     return "\n".join([f"{cell.name}: {wrong[0]}", *wrong[1:], *outputs]) if wrong else ""
 
 

@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ START_S = 120.0
 """Until the run has come to its phase. Six worlds start at once: some 10 s on two idle cores."""
 END_S = 120.0
 """Until the run has ended; it takes some 8 s, and patience, on machines that are not busy."""
+_STARTS = threading.Lock()
+"""One run starts at a time: the imports of its interpreters take all cores, on which others' seconds are measured."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,19 @@ class StruckWorld:
             out, err = process.communicate(timeout=DEADLINE_S)
             said.append(f"--- {'ended with ' + str(process.returncode) if has_ended else 'ran'}\n{out}{err or ''}")
         return "\n".join([*said, *(f"--- a log\n{log}" for log in self.logs())])
+
+
+@contextlib.contextmanager
+def started_world(
+    start: Callable[[], Sequence[subprocess.Popen[str]]], directory: Path, awaited: Sequence[str]
+) -> Iterator[StruckWorld]:
+    """A run in `directory` that has made the files it was waited for; what is left of it is killed."""
+    with contextlib.ExitStack() as stack:
+        with _STARTS:
+            world = StruckWorld(start(), directory)
+            stack.callback(world.kill)
+            world.await_files(awaited)
+        yield world
 
 
 def are_workers_gone(stub: int) -> bool:

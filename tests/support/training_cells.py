@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support import dawdling_training
 from tests.support.launch_runs import metrics
 from tests.support.member_processes import free_port
 from tests.support.strike_clock import StrikeClock
-from tests.support.struck_worlds import MOMENTS_S, ROOT, StruckWorld, has_own_traceback, parent_of
+from tests.support.struck_worlds import MOMENTS_S, ROOT, StruckWorld, has_own_traceback, parent_of, started_world
 
 NUM_STEPS = 80
 STRIKE_STEP = 16
@@ -132,27 +133,25 @@ def expected_codes(cell: TrainingCell) -> list[int]:
 def run_training_cell(cell: TrainingCell, directory: Path, text: Path, undisturbed: list[float]) -> str:
     """Runs a cell; returns what is wrong with its end, "" if nothing is."""
     directory.mkdir()
-    world = StruckWorld(start_training(cell, directory, text), directory)
     try:
-        world.await_files(["dawdling-1"])
-        pid = _pid_of(cell, world)
-        clock = StrikeClock(world, pid)
-        world.strike(pid, cell.what)
-        is_above = cell.process == "launcher" and cell.has_torchrun
-        if cell.is_torchrun_without_end or (is_above and cell.hosts > 1):
-            world.await_end_below()
-        if is_above and cell.what == "STOP" and cell.hosts > 1:
-            os.kill(pid, signal.SIGCONT)  # the others wait for it
-        if cell.is_torchrun_without_end:
-            world.kill_started(once_ended=cell.host)
-        is_stopped = cell.process in ("launcher", "stub") and cell.what == "STOP" and not (is_above and cell.hosts > 1)
-        outputs = world.end(pid if is_stopped else None)
-        wrong = _wrong(cell, world, outputs, undisturbed)
-        clock.write(directory)
+        with started_world(partial(start_training, cell, directory, text), directory, ["dawdling-1"]) as world:
+            pid = _pid_of(cell, world)
+            clock = StrikeClock(world, pid)
+            world.strike(pid, cell.what)
+            is_above = cell.process == "launcher" and cell.has_torchrun
+            if cell.is_torchrun_without_end or (is_above and cell.hosts > 1):
+                world.await_end_below()
+            if is_above and cell.what == "STOP" and cell.hosts > 1:
+                os.kill(pid, signal.SIGCONT)  # the others wait for it
+            if cell.is_torchrun_without_end:
+                world.kill_started(once_ended=cell.host)
+            is_continued = is_above and cell.hosts > 1
+            is_stopped = cell.process in ("launcher", "stub") and cell.what == "STOP" and not is_continued
+            outputs = world.end(pid if is_stopped else None)
+            wrong = _wrong(cell, world, outputs, undisturbed)
+            clock.write(directory)
     except AssertionError as error:
         return f"{cell.name}: {error}"
-    finally:
-        world.kill()
     return "\n".join([f"{cell.name}: {wrong[0]}", *wrong[1:], *outputs]) if wrong else ""
 
 
