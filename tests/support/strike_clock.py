@@ -21,7 +21,9 @@ from tests.support.struck_worlds import StruckWorld, parent_of
 
 FILE = "strike.json"
 POLL_MS = 100
-"""Until a watch that is over ends; an end is seen at once."""
+"""Between looks at whether a watch is over; an end is seen at once."""
+LAST_END_S = 10.0
+"""How long a watch waits for ends once its run is over."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,18 @@ class StrikeClock:
         parents = _parents(pids)
         self._below, self._children = _below(pid, parents), [child for child in parents if parents[child] == pid]
         self._started = [process.pid for process in world.processes]
-        self._ended_s: dict[int, float | None] = dict.fromkeys(pids)
-        self._is_over = False
-        self._thread = threading.Thread(target=self._watch, args=(_open(pids),), daemon=True)
+        ends = _open(pids)
+        gone_s = time.monotonic()  # those that had ended by now
+        self._ended_s: dict[int, float | None] = {pid: None if pid in ends.values() else gone_s for pid in pids}
+        self._until_s = float("inf")
+        self._thread = threading.Thread(target=self._watch, args=(ends,), daemon=True)
         self._thread.start()
         self._struck_s = time.monotonic()
 
     def write(self, directory: Path) -> None:
-        """Ends the watch, and writes the strike into a file."""
-        self._is_over = True
+        """Ends the watch, and writes the strike into a file. A process whose memory the kernel still frees has no name
+        any more by which a run could find it, and has not ended yet."""
+        self._until_s = time.monotonic() + LAST_END_S
         self._thread.join()
         strike = Strike(self._struck_s, self._below, self._children, self._started, self._ended_s)
         (directory / FILE).write_text(json.dumps(asdict(strike)))
@@ -73,7 +78,7 @@ class StrikeClock:
         poll = select.poll()
         for end in ends:
             poll.register(end, select.POLLIN)
-        while ends and not self._is_over:
+        while ends and time.monotonic() < self._until_s:
             for end, _ in poll.poll(POLL_MS):
                 self._ended_s[ends.pop(end)] = time.monotonic()
                 poll.unregister(end)
