@@ -58,11 +58,9 @@ class StrikeClock:
         parents = _parents(pids)
         self._below, self._children = _below(pid, parents), [child for child in parents if parents[child] == pid]
         self._started = [process.pid for process in world.processes]
-        ends = _open(pids)
-        gone_s = time.monotonic()  # those that had ended by now
-        self._ended_s: dict[int, float | None] = {pid: None if pid in ends.values() else gone_s for pid in pids}
+        self._ended_s: dict[int, float | None] = dict.fromkeys(pids)
         self._until_s = float("inf")
-        self._thread = threading.Thread(target=self._watch, args=(ends,), daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(_open(pids),), daemon=True)
         self._thread.start()
         self._struck_s = time.monotonic()
 
