@@ -61,9 +61,10 @@ class Host:
     def kill_all(self) -> None:
         """Kills every process on this host, as the loss of the machine would, but its kernel still answers."""
         while pids := self.pids():
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # none sees another one die and tells of it
+                for pid in pids:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
             time.sleep(0.01)
 
 

@@ -118,8 +118,7 @@ class NetworkRun:
         assert not any(map(pattern.search, outs)), "\n".join(outs)
         for each in ended:
             since_return = each.out.rpartition(COMES_BACK)[2]
-            if each.code != -signal.SIGKILL:  # a guardian may still say that its coordinator was killed before it
-                assert bool(LEFT_OUT.search(since_return)) == (each.code == 4), ended
+            assert bool(LEFT_OUT.search(since_return)) == (each.code == 4), ended
             assert {int(code) for code in SEEN_BY_TORCHRUN.findall(each.out)} <= {each.code}, ended
         return ended
 
