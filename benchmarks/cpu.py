@@ -81,7 +81,7 @@ TORCH, DEEPSPEED, HF = PEERS + "torch_parallel", PEERS + "deepspeed", PEERS + "h
 VARIANTS: tuple[Variant, ...] = (
     *(
         Variant(name=f"{module} {kind}", layout=kind, module=PEERS + module, arguments=(kind,))
-        for module in ("machine", "machine_in_order")
+        for module in ("machine", "machine_in_order", "machine_with_memory")
         for kind in ("single", "dp2", "tp2")
     ),
     Variant(name="plain", layout="single", module=PEERS + "plain"),

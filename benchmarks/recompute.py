@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.live_bytes import LiveBytes
-from parallel3d.kernels.layer_kernels import layer_kernels
+from parallel3d.kernels.layer_kernels import LayerKernels, layer_kernels
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
@@ -56,8 +57,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def build(options: argparse.Namespace, recompute: Recompute, *, compiles: bool) -> DecoderStage:
-    """The whole model on one rank, with main gradients."""
+def build(
+    options: argparse.Namespace,
+    recompute: Recompute,
+    *,
+    compiles: bool,
+    kernels: LayerKernels | None = None,
+    gemm: Gemm | None = None,
+) -> DecoderStage:
+    """The whole model on one rank, with main gradients; torch's kernels and default products if none are given."""
     config = ModelConfig(
         vocab_size=options.vocab_size,
         hidden_size=options.hidden_size,
@@ -68,13 +76,17 @@ def build(options: argparse.Namespace, recompute: Recompute, *, compiles: bool) 
     )
     device, policy = torch.device(options.device), POLICIES[options.policy]
     context = LayerContext(
-        tp=solo_region(), policy=policy, device=device, kernels=layer_kernels("torch", compiles=compiles)
+        tp=solo_region(),
+        policy=policy,
+        device=device,
+        kernels=kernels or layer_kernels("torch", compiles=compiles),
+        gemm=gemm or Gemm(),
     )
     layers, num_positions = range(config.num_hidden_layers), options.sequence_length
     stage = make_decoder(config, layers, num_positions=num_positions, context=context, recompute=recompute)
     for parameter in parameters_of(stage):
         parameter.data.normal_(std=0.02)
-        parameter.attach(GradientSink.with_own_buffer(parameter))
+        parameter.attach(GradientSink.with_own_buffer(parameter, gemm=gemm))
     return stage
 
 

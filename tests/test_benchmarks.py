@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import balance, bubble, cpu, data_wait, preempt, rejoin, restarts, step_parts
+from benchmarks import balance, bubble, cpu, data_wait, micro_batch, preempt, rejoin, restarts, step_parts
+from benchmarks.peers import machine_with_memory
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import load_config, resolve
@@ -71,6 +73,46 @@ def test_the_workload_survives_a_command_line():
     add_workload(parser)
     workload = Workload(hidden_size=64, policy="bf16", micro_batch_size=2)
     assert read_workload(parser.parse_args(workload.arguments())) == workload
+
+
+def test_the_bytes_that_elementwise_work_moves():
+    small = Workload(vocab_size=8, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2)
+    small = replace(small, sequence_length=2, micro_batch_size=3, policy="bf16")
+    found = {t.name: (t.count, t.num_bytes) for t in machine_with_memory.elementwise_traffic(small, 1, 2)}
+    hidden, inner, numbers = 2 * 3 * 2 * 4, 2 * 3 * 2 * 6, 2 * (4 * 16 + 3 * 24) + 2 * 32
+    assert found == {
+        "norm of a sum": (4, 4 * hidden),
+        "norm's gradient": (4, 4 * hidden),
+        "positions": (4, 4 * hidden),
+        "SwiGLU": (2, 3 * inner),
+        "SwiGLU's gradient": (2, 6 * inner),
+        "update": (1, 30 * numbers // 2),
+    }
+    for traffic in machine_with_memory.elementwise_traffic(small, 1, 2):
+        for run in machine_with_memory.stream(traffic).ways.values():
+            for _ in range(traffic.count + 1):
+                run()
+
+
+def test_a_part_within_another_counts_for_itself():
+    times = iter((0.0, 1.0, 3.0, 10.0, 20.0, 20.5))
+    timer = micro_batch.PartTimer(clock=lambda: next(times))
+    with timer.part("all"), timer.part("norm"):
+        pass
+    assert timer.wrap("norm", max)(3, 4) == 4
+    assert timer.seconds == {"all": 8.0, "norm": 2.5}
+
+
+def test_the_parts_of_a_micro_batch_are_timed(capsys: pytest.CaptureFixture[str]):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"vocab_size": 128, "sequence_length": 32, "micro_batch_size": 2}
+    workload, threads = Workload(policy="bf16", **small), torch.get_num_threads()
+    micro_batch.main([*workload.arguments(), "--rounds", "2", "--threads", str(threads)])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:-2]]
+    by_part = {row[0]: row[1:] for row in rows}
+    roles = {*micro_batch.ROLES.values(), micro_batch.ATTENTION}
+    assert set(by_part) == {*micro_batch.PARTS.values(), *roles, micro_batch.REST, micro_batch.STREAMS, "all"}
+    assert {part for part, cells in by_part.items() if all(cells)} == roles  # in the model, and alone
 
 
 @pytest.mark.parametrize("variant", [c for c in cpu.VARIANTS if c.module is None], ids=lambda c: c.name)

@@ -11,9 +11,10 @@ kernel at the same time.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -43,23 +44,29 @@ class Kernel:
 
     name: str
     count: int
+    """Of a micro-batch, or of a step."""
     flops: float
     ways: dict[str, Callable[[], object]]
+    is_of_step: bool = False
 
 
 def main() -> None:
     workload, options = parse_arguments(__doc__, kinds=tuple(LAYOUTS))
+    report_limit(list(kernels(workload, LAYOUTS[options.kind][0])), workload, options)
+
+
+def report_limit(list_of: Sequence[Kernel], workload: Workload, options: argparse.Namespace) -> None:
+    """Prints the time of each step, in which every kernel takes the fastest of its ways, and the speed of each way."""
     tp_size, dp_size = LAYOUTS[options.kind]
     if tp_size * dp_size > 1:
         dist.init_process_group("gloo")
-    list_of = list(kernels(workload, tp_size))
     num_micro_batches = workload.num_micro_batches // dp_size
     rates: dict[str, dict[str, list[float]]] = {k.name: {way: [] for way in k.ways} for k in list_of}
     for _ in range(options.steps):
         total_s = 0.0
         for kernel in list_of:
             times = {way: time_s(run, kernel.count) for way, run in kernel.ways.items()}
-            total_s += min(times.values()) * num_micro_batches
+            total_s += min(times.values()) * (1 if kernel.is_of_step else num_micro_batches)
             for way, seconds in times.items():
                 rates[kernel.name][way].append(kernel.flops * kernel.count / seconds / 1e9)
         print(f"STEP {total_s:.6f} nan", flush=True)
