@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,12 +33,10 @@ from benchmarks.peers.machine import DTYPES, Kernel, kernels, time_s
 from benchmarks.peers.machine_with_memory import elementwise_traffic, stream
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from benchmarks.recompute import build, step
-from parallel3d.compiled_loops import multiplies_bf16
 from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.gemm import Gemm
-from parallel3d.models.decoder import DecoderStage
-from parallel3d.worker.gemm_timing import choose_libraries, linear_shapes, time_products, widened_products
+from parallel3d.worker.gemm_timing import known_or_measured, linear_shapes
 
 REST = "autograd, Python, sums, copies"
 PARTS = {
@@ -133,7 +132,9 @@ def micro_batch(workload: Workload, timer: PartTimer) -> Callable[[], None]:
     options = argparse.Namespace(**vars(workload), device="cpu", hidden_dropout=0.0)
     num_tokens = workload.micro_batch_size * workload.sequence_length
     form = layer_kernels("c" if has_c_loops() else "torch")
-    chosen = choose_products(build(options, "none", compiles=False), num_tokens, DTYPES[workload.policy])
+    shapes = linear_shapes(build(options, "none", compiles=False), num_tokens)
+    with TemporaryDirectory() as no_cache:
+        chosen, _ = known_or_measured(shapes, Path(no_cache), dtype=DTYPES[workload.policy])
     gemm = TimedGemm(default=chosen.default, choices=chosen.choices, attention="blocks", timer=timer)
     stage = build(options, "none", compiles=False, kernels=timer.wrap_table(form), gemm=gemm)
     tokens = torch.randint(workload.vocab_size, (num_tokens,))
@@ -143,13 +144,6 @@ def micro_batch(workload: Workload, timer: PartTimer) -> Callable[[], None]:
             step(stage, tokens, options)
 
     return run
-
-
-def choose_products(stage: DecoderStage, num_tokens: int, dtype: torch.dtype) -> Gemm:
-    shapes = linear_shapes(stage, num_tokens)
-    if dtype is torch.bfloat16 and not multiplies_bf16():
-        return widened_products(shapes)
-    return choose_libraries(time_products(shapes, dtype=dtype))
 
 
 def part_of(kernel: Kernel) -> str:
