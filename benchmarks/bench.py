@@ -25,7 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cpu import MAX_IDLE_LOAD, VARIANTS, Run, Variant, describe, machine_bound, measure
+from benchmarks.contestants import VARIANTS, Run, Variant, measure
+from benchmarks.cpu import MAX_IDLE_LOAD, describe, machine_bound
 from benchmarks.peers.workload import Workload
 from parallel3d.monitor.environment import describe_environment
 

@@ -78,13 +78,13 @@ def measure(case: str, threads: int) -> tuple[float, float]:
 
 def config_file(case: str, folder: Path) -> Path:
     """The quickstart's configuration, or one of the benchmark's model for one process."""
-    from benchmarks.cpu import VARIANTS, our_config
+    from benchmarks.contestants import VARIANTS, our_config
     from benchmarks.peers.workload import Workload
 
     if case == QUICKSTART:
         return ROOT / "configs" / "quickstart.json"
     variant = next(each for each in VARIANTS if each.name == "ours single")
-    config = our_config(variant, Workload(policy=case), folder / "run", argparse.Namespace(steps=1, cores=2))
+    config = our_config(variant, Workload(policy=case), folder / "run", num_cores=2, num_steps=3)
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path

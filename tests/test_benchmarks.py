@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import balance, bubble, cpu, data_wait, micro_batch, preempt, rejoin, restarts, step_parts
+from benchmarks import balance, bubble, contestants, cpu, data_wait, micro_batch, preempt, rejoin, restarts, step_parts
 from benchmarks.peers import machine_with_memory
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 WORKLOAD = Workload()
 
 
-def variants(*names: str) -> list[cpu.Variant]:
-    return [c for c in cpu.VARIANTS if c.name in names]
+def variants(*names: str) -> list[contestants.Variant]:
+    return [c for c in contestants.VARIANTS if c.name in names]
 
 
 def row(table: str, name: str) -> list[str]:
@@ -42,12 +42,12 @@ def test_help_without_torch():
     assert done.returncode == 0 and "--rounds" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("module", sorted({c.module for c in cpu.VARIANTS if c.module}))
+@pytest.mark.parametrize("module", sorted({c.module for c in contestants.VARIANTS if c.module}))
 def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
     source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
     tree = ast.parse(source)
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
-    for variant in cpu.VARIANTS:
+    for variant in contestants.VARIANTS:
         if variant.module == module:
             assert all(f'"{argument}"' in source for argument in variant.arguments)
 
@@ -115,15 +115,14 @@ def test_the_parts_of_a_micro_batch_are_timed(capsys: pytest.CaptureFixture[str]
     assert {part for part, cells in by_part.items() if all(cells)} == roles  # in the model, and alone
 
 
-@pytest.mark.parametrize("variant", [c for c in cpu.VARIANTS if c.module is None], ids=lambda c: c.name)
-def test_our_configuration_is_valid(variant: cpu.Variant, tmp_path: Path):
-    options = cpu.parse_arguments(["--steps", "3", "--cores", "2"])
+@pytest.mark.parametrize("variant", [c for c in contestants.VARIANTS if c.module is None], ids=lambda c: c.name)
+def test_our_configuration_is_valid(variant: contestants.Variant, tmp_path: Path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(cpu.our_config(variant, WORKLOAD, tmp_path / "run", options)))
+    path.write_text(json.dumps(contestants.our_config(variant, WORKLOAD, tmp_path / "run", num_cores=2, num_steps=5)))
     config = resolve(load_config(path), config_path=path)
     assert world_size(config) == variant.num_processes
     assert world_size(config) * config.run.threads_per_rank == 2
-    assert config.run.num_steps == 3 + cpu.WARMUP_STEPS
+    assert config.run.num_steps == 5
 
 
 @pytest.mark.slow
@@ -132,26 +131,26 @@ def test_a_real_run_of_ours_has_the_speed_of_each_step():
     tiny = replace(tiny, sequence_length=16, micro_batch_size=1, global_batch_size=4)
     options = cpu.parse_arguments(["--steps", "2", "--cores", "2"])
     (variant,) = variants("ours dp2")
-    found = cpu.measure(variant, tiny, 0, options)
+    found = contestants.measure(variant, tiny, 0, options)
     assert found.error is None and len(found.tokens_per_s) == 2 and 0 < found.loss < 10
 
 
 def test_select():
     assert [c.name for c in cpu.select("torch pp2,ours")][-2:] == ["ours pp2 zb-h1", "torch pp2"]
-    assert len(cpu.select(None)) == len({c.name for c in cpu.VARIANTS})
+    assert len(cpu.select(None)) == len({c.name for c in contestants.VARIANTS})
     with pytest.raises(SystemExit, match="nobody"):
         cpu.select("ours,nobody")
 
 
 def test_the_table_of_speeds():
     runs = [
-        cpu.Run(name="machine single", round=0, tokens_per_s=[2000.0]),
-        cpu.Run(name="machine dp2", round=0, tokens_per_s=[2500.0]),
-        cpu.Run(name="plain", round=0, tokens_per_s=[900.0, 1000.0], loss=9.0),
-        cpu.Run(name="plain", round=1, tokens_per_s=[1000.0, 1100.0, 3000.0], loss=8.5),
-        cpu.Run(name="ours single", round=0, tokens_per_s=[1700.0], loss=7.0),
-        cpu.Run(name="ours pp2", round=0, tokens_per_s=[1400.0]),
-        cpu.Run(name="torch pp2", round=0, error="Error: a | b"),
+        contestants.Run(name="machine single", round=0, tokens_per_s=[2000.0]),
+        contestants.Run(name="machine dp2", round=0, tokens_per_s=[2500.0]),
+        contestants.Run(name="plain", round=0, tokens_per_s=[900.0, 1000.0], loss=9.0),
+        contestants.Run(name="plain", round=1, tokens_per_s=[1000.0, 1100.0, 3000.0], loss=8.5),
+        contestants.Run(name="ours single", round=0, tokens_per_s=[1700.0], loss=7.0),
+        contestants.Run(name="ours pp2", round=0, tokens_per_s=[1400.0]),
+        contestants.Run(name="torch pp2", round=0, error="Error: a | b"),
     ]
     chosen = variants(*{run.name for run in runs})
     table = cpu.speed_table(chosen, WORKLOAD, runs)
@@ -172,12 +171,13 @@ def test_the_table_of_speeds():
 )
 def test_what_is_wanted_depends_on_the_format(policy: str, name: str, cell: str):
     machine = name.replace("ours", "machine")
-    runs = [cpu.Run(name=machine, round=0, tokens_per_s=[100.0]), cpu.Run(name=name, round=0, tokens_per_s=[88.0])]
+    speeds = {machine: [100.0], name: [88.0]}
+    runs = [contestants.Run(name=each, round=0, tokens_per_s=values) for each, values in speeds.items()]
     assert row(cpu.speed_table(variants(machine, name), Workload(policy=policy), runs), name)[4] == cell
 
 
 def test_the_table_without_the_plain_loop_has_no_ratios():
-    runs = [cpu.Run(name="ours dp2", round=0, tokens_per_s=[10.0])]
+    runs = [contestants.Run(name="ours dp2", round=0, tokens_per_s=[10.0])]
     table = cpu.speed_table(variants("ours dp2"), WORKLOAD, runs)
     assert row(table, "ours dp2")[3:5] == ["-", "-"]
     assert "torchtitan" not in table
@@ -185,8 +185,8 @@ def test_the_table_without_the_plain_loop_has_no_ratios():
 
 def test_the_table_of_kernels():
     runs = [
-        cpu.Run(name="machine single", round=0, kernel_gflops={"qkv forward": {"torch": 100.0, "ours": 200.4}}),
-        cpu.Run(name="plain", round=0, tokens_per_s=[1.0]),
+        contestants.Run(name="machine single", round=0, kernel_gflops={"qkv forward": {"torch": 100.0, "ours": 200.4}}),
+        contestants.Run(name="plain", round=0, tokens_per_s=[1.0]),
     ]
     assert row(cpu.kernel_table(runs), "qkv forward")[1:] == ["100 / 200"]
     assert cpu.kernel_table(runs[1:]) == ""
@@ -196,8 +196,8 @@ def test_a_failing_process_ends_the_others_and_says_why(tmp_path: Path):
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
     started = time.monotonic()
-    with pytest.raises(cpu.RunFailed, match="exit code 1: ValueError: no such thing"):
-        cpu.run_processes([sleeper, failing], [{}, {}], tmp_path, 30)
+    with pytest.raises(contestants.RunFailed, match="exit code 1: ValueError: no such thing"):
+        contestants.run_processes([sleeper, failing], [{}, {}], tmp_path, 30)
     assert time.monotonic() - started < 50
 
 
@@ -206,8 +206,8 @@ def test_a_late_process_is_killed_with_its_children(tmp_path: Path):
         "import subprocess, sys, time; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
         "print(c.pid, flush=True); time.sleep(60)"
     )
-    with pytest.raises(cpu.RunFailed, match="not done after 1 s"):
-        cpu.run_processes([[sys.executable, "-c", code]], [{}], tmp_path, 1)
+    with pytest.raises(contestants.RunFailed, match="not done after 1 s"):
+        contestants.run_processes([[sys.executable, "-c", code]], [{}], tmp_path, 1)
     pid = int((tmp_path / "rank-0.log").read_text())
     assert is_gone(pid)
 
@@ -228,9 +228,9 @@ def is_gone(pid: int) -> bool:
 def test_the_error_in_a_log(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text("start\nRuntimeError: gloo\nbye\n\n")
-    assert cpu.last_error(log) == "RuntimeError: gloo"
+    assert contestants.last_error(log) == "RuntimeError: gloo"
     log.write_text("")
-    assert cpu.last_error(log) == "no output"
+    assert contestants.last_error(log) == "no output"
 
 
 @pytest.mark.full

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 from benchmarks.peers.llama import build_llama, mean_loss
-from benchmarks.peers.training import MicroBatch, adamw, micro_batches, parse_arguments, report_steps
+from benchmarks.peers.steps import report_steps
+from benchmarks.peers.training import MicroBatch, adamw, micro_batches, parse_arguments
 from benchmarks.peers.workload import Workload
 
 

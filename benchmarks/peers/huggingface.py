@@ -8,7 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers.llama import mean_loss
-from benchmarks.peers.training import accumulate, adamw, micro_batches, parse_arguments, report_steps
+from benchmarks.peers.steps import report_steps
+from benchmarks.peers.training import accumulate, adamw, micro_batches, parse_arguments
 from benchmarks.peers.workload import Workload
 
 

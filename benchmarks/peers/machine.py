@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.peers.steps import report_step
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
 from parallel3d.kernels.c_loops import has_c_loops
@@ -69,9 +70,9 @@ def report_limit(list_of: Sequence[Kernel], workload: Workload, options: argpars
             total_s += min(times.values()) * (1 if kernel.is_of_step else num_micro_batches)
             for way, seconds in times.items():
                 rates[kernel.name][way].append(kernel.flops * kernel.count / seconds / 1e9)
-        print(f"STEP {total_s:.6f} nan", flush=True)
-    gflops = {name: {way: median(values) for way, values in ways.items()} for name, ways in rates.items()}
-    print("GFLOPS", json.dumps(gflops), flush=True)
+        gflops = {name: {way: median(values) for way, values in ways.items()} for name, ways in rates.items()}
+        print("GFLOPS", json.dumps(gflops))
+        report_step(total_s)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peers.machine import CUT_TOKENS, DTYPES, LAYOUTS, kernels, time_s
+from benchmarks.peers.steps import report_step
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
 from parallel3d.kernels.c_loops import has_c_loops
@@ -43,7 +44,7 @@ def main() -> None:
         started = time.perf_counter()
         for _ in range(workload.num_micro_batches // dp_size):
             model.run()
-        print(f"STEP {time.perf_counter() - started:.6f} nan", flush=True)
+        report_step(time.perf_counter() - started)
     if dist.is_initialized():
         dist.destroy_process_group()
 

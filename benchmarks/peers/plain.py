@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.peers.llama import build_llama, mean_loss
-from benchmarks.peers.training import accumulate, adamw, micro_batches, parse_arguments, report_steps
+from benchmarks.peers.steps import report_steps
+from benchmarks.peers.training import accumulate, adamw, micro_batches, parse_arguments
 
 
 def main() -> None:

@@ -23,15 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.peers.llama import build_llama, mean_loss
-from benchmarks.peers.training import (
-    accumulate,
-    adamw,
-    autocast,
-    global_batch,
-    micro_batches,
-    parse_arguments,
-    report_steps,
-)
+from benchmarks.peers.steps import report_steps
+from benchmarks.peers.training import accumulate, adamw, autocast, global_batch, micro_batches, parse_arguments
 from benchmarks.peers.workload import Workload
 from parallel3d.pipeline.partition import model_costs, partition_layers
 

@@ -1,4 +1,4 @@
-"""Shared parts of the peers' scripts: command line, random batches, formats, and the line with a step's time.
+"""Shared parts of the peers' scripts: command line, random batches, formats.
 
 A script runs in one process per rank, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set).
 """
@@ -6,7 +6,6 @@ A script runs in one process per rank, started as by torchrun (RANK, WORLD_SIZE,
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -75,11 +74,3 @@ def accumulate(
         loss.backward()
         total += loss.item()
     return total
-
-
-def report_steps(num_steps: int, run_step: Callable[[int], float]) -> None:
-    """Runs the steps, printing `STEP <seconds> <loss>` after each."""
-    for step in range(num_steps):
-        started = time.perf_counter()
-        loss = run_step(step)
-        print(f"STEP {time.perf_counter() - started:.6f} {loss:.4f}", flush=True)
