@@ -1,4 +1,4 @@
-"""What benchmarks compare: variants of one training run, and how each is started.
+"""The variants of one training run that benchmarks compare, and how each is started.
 
 Every variant trains the same model on the same number of cores: one process with all of them, or two with half each.
 The machine's limits (peers/machine*.py) are among them.
@@ -143,7 +143,7 @@ def our_command(
 
 
 def our_steps(folder: Path) -> list[dict[str, Any]]:
-    """What our run has recorded of its steps so far."""
+    """The records of all steps so far of a run of ours."""
     path = folder / "run" / "metrics.jsonl"
     whole_lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return [line for line in map(json.loads, filter(None, whole_lines)) if "event" not in line]
