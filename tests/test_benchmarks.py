@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import balance, bubble, contestants, cpu, data_wait, micro_batch, preempt, rejoin, restarts, step_parts
-from benchmarks.peers import machine_with_memory
+from benchmarks.peers import machine, machine_with_memory
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import load_config, resolve
@@ -92,6 +92,20 @@ def test_the_bytes_that_elementwise_work_moves():
         for run in machine_with_memory.stream(traffic).ways.values():
             for _ in range(traffic.count + 1):
                 run()
+
+
+def test_the_limit_takes_the_way_that_is_usually_the_fastest():
+    """The last step's time in it, even where another way was luckier in that step; the update's counts once a step."""
+    ways = {"torch": int, "ours": int}
+    product = machine.Kernel(name="qkv", count=2, flops=3e9, ways=ways)
+    update = machine.Kernel(name="update", count=1, flops=0.0, ways={"copy": int}, is_of_step=True)
+    times = machine.Times()
+    for torch_s, ours_s in ((1.0, 2.0), (3.0, 2.0), (1.0, 2.0), (3.0, 0.5), (1.5, 1.0)):
+        times.add(product, {"torch": torch_s, "ours": ours_s})
+        times.add(update, {"copy": 7.0})
+    assert times.step_s([product, update], num_micro_batches=4) == 4 * 1.5 + 7.0
+    assert times.gflops(product) == {"torch": 2 * 3.0 / 1.5, "ours": 2 * 3.0 / 2.0}
+    assert machine.slowest(3.0) == 3.0
 
 
 def test_a_part_within_another_counts_for_itself():
@@ -170,10 +184,10 @@ def test_the_table_of_speeds():
     ],
 )
 def test_what_is_wanted_depends_on_the_format(policy: str, name: str, cell: str):
-    machine = name.replace("ours", "machine")
-    speeds = {machine: [100.0], name: [88.0]}
+    limit = name.replace("ours", "machine")
+    speeds = {limit: [100.0], name: [88.0]}
     runs = [contestants.Run(name=each, round=0, tokens_per_s=values) for each, values in speeds.items()]
-    assert row(cpu.speed_table(variants(machine, name), Workload(policy=policy), runs), name)[4] == cell
+    assert row(cpu.speed_table(variants(limit, name), Workload(policy=policy), runs), name)[4] == cell
 
 
 def test_the_table_without_the_plain_loop_has_no_ratios():
