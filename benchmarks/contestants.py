@@ -111,7 +111,6 @@ class RunFailed(Exception):
     """A variant failed or timed out."""
 
 
-
 def measure(variant: Variant, workload: Workload, round_index: int, options: argparse.Namespace) -> Run:
     """Runs a variant once; errors are part of the result."""
     started, load = time.perf_counter(), os.getloadavg()[0]
