@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workload import Workload
+from parallel3d.monitor.run_folder import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS = 2  # memory is touched and kernels are built for the first time
@@ -61,11 +62,11 @@ class Run:
     tokens_per_s: list[float] = field(default_factory=list)
     loss: float = math.nan
     kernel_gflops: Mapping[str, Mapping[str, float]] | None = None
-    wall_s: float = 0.0
-    load_before: float = 0.0
     error: str | None = None
+    wall_s: float | None = None
+    load_before: float | None = None
     beside: str = ""
-    """The layout of those that it took turns with; none where it ran alone."""
+    """The layout of those that it took turns with; empty where it ran alone, and the two above are known."""
 
 
 PEERS = "benchmarks.peers."
@@ -143,9 +144,8 @@ def our_command(
 
 def our_steps(folder: Path) -> list[dict[str, Any]]:
     """The records of all steps so far of a run of ours."""
-    path = folder / "run" / "metrics.jsonl"
-    whole_lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return [line for line in map(json.loads, filter(None, whole_lines)) if "event" not in line]
+    path = folder / "run" / METRICS
+    return [line for line in read_metrics(path) if "event" not in line] if path.exists() else []
 
 
 def our_config(

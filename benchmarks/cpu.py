@@ -117,7 +117,7 @@ def bases_of(layout: str, workload: Workload) -> tuple[str, str]:
 
 def describe(run: Run) -> str:
     speed = run.error or f"{median(run.tokens_per_s):,.0f} tokens/s"
-    return f"{run.name}: {speed} ({f'in turn with {run.beside}' if run.beside else f'{run.wall_s:.0f} s'})"
+    return f"{run.name}: {speed} ({f'in turn, {run.beside}' if run.wall_s is None else f'{run.wall_s:.0f} s'})"
 
 
 def write_json(path: Path, workload: Workload, runs: Sequence[Run]) -> None:

@@ -126,9 +126,11 @@ class OurProcesses:
     """A run of ours: the command, its guardian, its workers."""
 
     def __init__(self, variant: Variant, workload: Workload, folder: Path, options: argparse.Namespace):
-        self._mark, self._folder, self._timeout_s = uuid.uuid4().hex, folder, options.timeout_s
+        self._folder, self._timeout_s = folder, options.timeout_s
+        self.mark = uuid.uuid4().hex
+        """The value of MARK_VARIABLE in its processes."""
         command = our_command(variant, workload, folder, options, MANY_STEPS)
-        self._processes = list(start_processes([command], [{MARK_VARIABLE: self._mark}], folder))
+        self._processes = list(start_processes([command], [{MARK_VARIABLE: self.mark}], folder))
         self._num_steps = 0
 
     def run_step(self) -> float:
@@ -154,7 +156,7 @@ class OurProcesses:
 
     def _signal(self, number: int) -> list[int]:
         """Sends it to all processes of the run, which it returns."""
-        pids = list(marked_processes(f"{MARK_VARIABLE}={self._mark}"))
+        pids = list(marked_processes(self.mark))
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -202,9 +204,10 @@ def stands_still(pid: int) -> bool:
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """The processes in whose environment the mark is."""
+    """The processes that have this mark in their environment."""
+    entry = f"{MARK_VARIABLE}={mark}".encode()
     for name in os.listdir("/proc"):
-        if name.isdigit() and mark.encode() in _read(f"/proc/{name}/environ").split(b"\0"):
+        if name.isdigit() and entry in _read(f"/proc/{name}/environ").split(b"\0"):
             yield int(name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
@@ -11,7 +10,8 @@ import pytest
 from benchmarks import contestants, cpu
 from benchmarks.contestants import Run, Variant
 from benchmarks.peers.workload import Workload
-from benchmarks.turns import MARK_VARIABLE, OurProcesses, PeerProcesses, marked_processes, stands_still, take_turns
+from benchmarks.turns import OurProcesses, PeerProcesses, marked_processes, stands_still, take_turns
+from parallel3d.monitor.run_folder import METRICS, read_metrics
 
 TINY = Workload(
     vocab_size=1024,
@@ -70,12 +70,11 @@ def test_each_group_has_a_table_of_its_own():
 @pytest.mark.slow
 def test_a_run_of_ours_stands_still_between_its_turns_and_loses_nobody(tmp_path):
     processes = OurProcesses(variant("ours dp2"), TINY, tmp_path, OPTIONS)
-    mark = f"{MARK_VARIABLE}={processes._mark}"
     try:
         processes.run_step()
         for _ in range(2):
             num_steps = len(contestants.our_steps(tmp_path))
-            pids = list(marked_processes(mark))
+            pids = list(marked_processes(processes.mark))
             assert len(pids) >= 3 and all(map(stands_still, pids)), "the command and two workers"
             time.sleep(PAUSE_S)
             assert len(contestants.our_steps(tmp_path)) == num_steps
@@ -84,9 +83,8 @@ def test_a_run_of_ours_stands_still_between_its_turns_and_loses_nobody(tmp_path)
         assert 0 < processes.figures()["loss"] < 10
     finally:
         processes.end()
-    assert not list(marked_processes(mark))
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines())
-    assert "membership" not in {line.get("event") for line in lines}
+    assert not list(marked_processes(processes.mark))
+    assert "membership" not in {line.get("event") for line in read_metrics(tmp_path / "run" / METRICS)}
 
 
 @pytest.mark.slow
