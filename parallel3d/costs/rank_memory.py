@@ -32,8 +32,8 @@ from parallel3d.trainer.plans import chunk_layout_of, split_layers
 
 FRAGMENTATION = 0.05
 """Of what comes and goes within a step: memory that the allocator has and can't use. An assumption."""
-CPU_LOGITS_BYTES = 8 << 20
-"""Of logits that exist at once on a CPU, before they are widened for the loss; on a device HEAD_BLOCK_BYTES."""
+CPU_LOGITS_BYTES, CPU_LOGITS_TOKENS = 8 << 20, 256
+"""Of logits that exist at once on a CPU, or so many tokens if their gradients fit; on a device HEAD_BLOCK_BYTES."""
 CPU_LOGIT_GRADS_BYTES = 64 << 20
 """Of their gradients, for one product for the weight."""
 MEASURE_BYTES = 6
@@ -226,9 +226,10 @@ def head_at_work(config: Config, sizes: MicroBatchSizes) -> int:
         rows = max(1, HEAD_BLOCK_BYTES // (vocab * sizes.itemsize))
         logits = min(rows, sizes.num_tokens) * vocab * sizes.itemsize
     else:
-        rows = max(1, CPU_LOGITS_BYTES // (vocab * sizes.itemsize))
-        all_rows = rows * max(1, CPU_LOGIT_GRADS_BYTES // (vocab * sizes.itemsize * rows))
-        logits = min(all_rows, sizes.num_tokens) * vocab * sizes.itemsize
+        row_bytes = vocab * sizes.itemsize
+        rows = max(1, min(CPU_LOGITS_TOKENS, CPU_LOGIT_GRADS_BYTES // row_bytes), CPU_LOGITS_BYTES // row_bytes)
+        all_rows = rows * max(1, CPU_LOGIT_GRADS_BYTES // (row_bytes * rows))
+        logits = min(all_rows, sizes.num_tokens) * row_bytes
         logits += min(rows, sizes.num_tokens) * vocab * spec.keep_fp32.num_bytes
     hidden = 3 * sizes.local_tokens + 2 * sizes.gathered_tokens
     return logits + hidden * config.model.hidden_size * sizes.itemsize

@@ -25,6 +25,7 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
 
 TOKEN_BLOCK_BYTES = 8 << 20  # of logits, small enough for a CPU's last-level cache
+LEAST_BLOCK_TOKENS = 256  # if their gradients fit: each product of a block brings the whole weight into its own order
 DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU, products large enough to fill it
 GRADIENT_BLOCK_BYTES = 64 << 20  # of logits' gradients on a CPU, for one product for the weight
 
@@ -105,8 +106,11 @@ def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor:
 
 def block_rows(num_valid: int, dtype: torch.dtype, device: torch.device | str) -> int:
     """Tokens whose logits, for a vocabulary of `num_valid`, exist at the same time in `dtype`."""
-    num_bytes = DEVICE_TOKEN_BLOCK_BYTES if is_accelerator(device) else TOKEN_BLOCK_BYTES
-    return max(1, num_bytes // (max(1, num_valid) * dtype.itemsize))
+    row_bytes = max(1, num_valid) * dtype.itemsize
+    if is_accelerator(device):
+        return max(1, DEVICE_TOKEN_BLOCK_BYTES // row_bytes)
+    least = min(LEAST_BLOCK_TOKENS, GRADIENT_BLOCK_BYTES // row_bytes)
+    return max(1, least, TOKEN_BLOCK_BYTES // row_bytes)
 
 
 def gradient_rows(rows: int, num_valid: int, dtype: torch.dtype, device: torch.device | str) -> int:

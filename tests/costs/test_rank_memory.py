@@ -3,7 +3,13 @@
 import pytest
 
 from parallel3d.costs.layered_parameters import LayeredParameters
-from parallel3d.costs.rank_memory import CPU_LOGIT_GRADS_BYTES, CPU_LOGITS_BYTES, estimate_memory, rotary_bytes
+from parallel3d.costs.rank_memory import (
+    CPU_LOGIT_GRADS_BYTES,
+    CPU_LOGITS_BYTES,
+    CPU_LOGITS_TOKENS,
+    estimate_memory,
+    rotary_bytes,
+)
 from parallel3d.layers import cross_entropy
 from parallel3d.models.make import make_stage, shardings_of
 from parallel3d.rehearsal.ideal_counts import HEAD_BLOCK_BYTES
@@ -167,9 +173,10 @@ def test_a_device_takes_as_much_as_its_rehearsed_step(family, policy, recompute,
 
 
 def test_blocks_of_logits_are_those_of_the_head():
-    sizes = (CPU_LOGITS_BYTES, CPU_LOGIT_GRADS_BYTES, HEAD_BLOCK_BYTES)
+    sizes = (CPU_LOGITS_BYTES, CPU_LOGITS_TOKENS, CPU_LOGIT_GRADS_BYTES, HEAD_BLOCK_BYTES)
     layers = (
         cross_entropy.TOKEN_BLOCK_BYTES,
+        cross_entropy.LEAST_BLOCK_TOKENS,
         cross_entropy.GRADIENT_BLOCK_BYTES,
         cross_entropy.DEVICE_TOKEN_BLOCK_BYTES,
     )

@@ -89,6 +89,7 @@ def assert_like_reference(results, sequence_parallel=False, tolerance=1e-12, **s
 def test_50257_tokens_over_4_ranks(gradient_block_bytes, token_block_bytes, sequence_parallel, monkeypatch):
     """With a product for the weight of each block of logits, or of two."""
     monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", token_block_bytes)
+    monkeypatch.setattr(module, "LEAST_BLOCK_TOKENS", 1)
     monkeypatch.setattr(module, "GRADIENT_BLOCK_BYTES", gradient_block_bytes)
     assert_like_reference(run(4, sequence_parallel), sequence_parallel)
 
@@ -168,6 +169,20 @@ def test_evaluation_computes_no_gradient():
     assert layer.weight.main_grad is None
 
 
+@pytest.mark.parametrize(
+    "vocab_size, dtype, rows",
+    [
+        (8192, torch.bfloat16, 512),  # 8 MiB
+        (50257, torch.bfloat16, 256),
+        (50257, torch.float32, 256),
+        (1 << 18, torch.bfloat16, 128),  # 64 MiB
+        (1 << 26, torch.float32, 1),
+    ],
+)
+def test_a_block_of_logits_has_enough_tokens_for_fast_products(vocab_size, dtype, rows):
+    assert module.block_rows(vocab_size, dtype, "cpu") == rows
+
+
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that any operation has returned, views aside."""
 
@@ -184,6 +199,7 @@ class LargestTensor(TorchDispatchMode):
 def test_the_whole_logits_never_exist(monkeypatch):
     """The largest tensor has the weight's size, or is a block of the logits' gradients."""
     monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", 2 * VOCAB * 4)
+    monkeypatch.setattr(module, "LEAST_BLOCK_TOKENS", 1)
     monkeypatch.setattr(module, "GRADIENT_BLOCK_BYTES", 12 * VOCAB * 4)
     _, weight, _ = problem()
     layer = make_layer(solo_region(), weight, torch.float32)
