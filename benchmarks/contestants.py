@@ -34,7 +34,7 @@ MALLOC_KEEP_BYTES = str(2**30)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train the workload. `module` is a peer's script, none means launch/train.py."""
+    """One way to train the workload. `module` is a peer's script, none means launch/train.py of `tree`."""
 
     name: str
     layout: str
@@ -43,6 +43,7 @@ class Variant:
     parallel: Mapping[str, Any] = field(default_factory=dict)
     goal: float | None = None
     bf16_goal: float | None = None
+    tree: Path = ROOT
 
     def goal_in(self, policy: str) -> float | None:
         """The share of the machine's bound that is wanted in a format."""
@@ -128,7 +129,8 @@ def measure(variant: Variant, workload: Workload, round_index: int, options: arg
 
 def run_ours(variant: Variant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     num_steps = WARMUP_STEPS + options.steps
-    run_processes([our_command(variant, workload, folder, options, num_steps)], [{}], folder, options.timeout_s)
+    command = our_command(variant, workload, folder, options, num_steps)
+    run_processes([command], [our_environment(variant)], folder, options.timeout_s)
     steps = our_steps(folder)
     return {"tokens_per_s": [step["tokens_per_s"] for step in steps[WARMUP_STEPS:]], "loss": steps[-1]["loss"]}
 
@@ -139,7 +141,11 @@ def our_command(
     """The command that trains in `folder`, whose configuration is written."""
     path = folder / "config.json"
     path.write_text(json.dumps(our_config(variant, workload, folder / "run", options.cores, num_steps)))
-    return [sys.executable, "launch/train.py", "--config", str(path)]
+    return [sys.executable, str(variant.tree / "launch/train.py"), "--config", str(path)]
+
+
+def our_environment(variant: Variant) -> dict[str, str]:
+    return {"PYTHONPATH": str(variant.tree)}
 
 
 def our_steps(folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@
 Every variant trains the same model on the same number of cores: one process with all of them, or two with half
 each. Those of one layout, the plain loop and the machine's limit (peers/machine*.py) take a step each in turn
 (benchmarks/turns.py), so that a change of the machine's speed affects all of them alike; ratios are those of steps of
-the same turn. With `--apart` each runs all its steps alone, one variant after the other. Nothing else may run.
+the same turn. With `--apart` each runs all its steps alone, one variant after the other. `--baseline TREE` (`git
+worktree add TREE COMMIT`) lets ours of another tree take turns with ours of this one. Nothing else may run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds the stack, which ends the current run
     workload, variants = read_workload(options), select(options.only)
+    if options.baseline:
+        variants = [*variants, *of_tree(options.baseline.resolve(), variants)]
     if os.getloadavg()[0] > MAX_IDLE_LOAD:
         print(f"warning: other work is running (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
     runs: list[Run] = []
@@ -55,7 +58,7 @@ def main(arguments: list[str]) -> int:
             runs.append(run)
             if options.out:
                 write_json(options.out, workload, runs)
-    print(report(workload, runs))
+    print(report(workload, runs, variants))
     return int(any(run.error for run in runs))
 
 
@@ -66,6 +69,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="each variant's steps alone, not in turn with others'")
     parser.add_argument("--cores", type=int, default=2, help="total number of cores, even")
     parser.add_argument("--only", help="variants, by name or first word: ours,plain,'torch pp2'")
+    parser.add_argument("--baseline", type=Path, metavar="TREE", help="root of another source tree to compare with")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for all runs and the environment")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="longest step, or with --apart longest run")
     names = ("policy", "hidden_size", "intermediate_size", "num_hidden_layers", "sequence_length")
@@ -82,6 +86,16 @@ def select(only: str | None) -> list[Variant]:
         if not any(word in (c.name, c.name.split()[0]) for c in VARIANTS):
             raise SystemExit(f"--only: no variant {word!r}; there are {', '.join(c.name for c in VARIANTS)}")
     return [c for c in VARIANTS if c.name in words or c.name.split()[0] in words]
+
+
+def of_tree(tree: Path, variants: Sequence[Variant]) -> list[Variant]:
+    """Ours among the variants, run from another source tree."""
+    ours = [each for each in variants if each.module is None]
+    return [replace(each, name=baseline_name(each.name), tree=tree, goal=None, bf16_goal=None) for each in ours]
+
+
+def baseline_name(name: str) -> str:
+    return name.replace("ours", "baseline")
 
 
 def runs_of_round(
@@ -126,7 +140,7 @@ def write_json(path: Path, workload: Workload, runs: Sequence[Run]) -> None:
     path.write_text(json.dumps(parts | {"runs": [asdict(run) for run in runs]}, indent=1) + "\n")
 
 
-def report(workload: Workload, runs: Sequence[Run]) -> str:
+def report(workload: Workload, runs: Sequence[Run], variants: Sequence[Variant] = VARIANTS) -> str:
     """Returns the tables in Markdown: one for each group of variants that took turns."""
     tables = []
     for beside in dict.fromkeys(run.beside for run in runs):
@@ -134,7 +148,8 @@ def report(workload: Workload, runs: Sequence[Run]) -> str:
         names = {run.name for run in of_group}
         tables += [f"In turn, {beside}:"] if beside else []
         elsewhere = [peer for peer in ELSEWHERE if beside in ("", peer[1])]
-        tables.append(speed_table([each for each in VARIANTS if each.name in names], workload, of_group, elsewhere))
+        tables.append(speed_table([each for each in variants if each.name in names], workload, of_group, elsewhere))
+        tables += baseline_lines(speeds_of(of_group))
     return "\n\n".join([f"`{shlex.join(sys.orig_argv)}`", *tables, kernel_table(runs)]).rstrip() + "\n"
 
 
@@ -145,7 +160,7 @@ def speed_table(
     elsewhere: Sequence[tuple[str, str, float, float]] = ELSEWHERE,
 ) -> str:
     """A row a variant: median and best of all its timed steps, beside the plain loop and the machine's bound."""
-    speeds = {c.name: [s for run in runs if run.name == c.name for s in run.tokens_per_s] for c in variants}
+    speeds = {c.name: [] for c in variants} | speeds_of(runs)
     medians = {name: median(values) for name, values in speeds.items() if values}
     plain = medians.get(PLAIN)
     rows = [
@@ -168,6 +183,20 @@ def speed_table(
         rows += [estimate_row(*peer, plain=plain, medians=medians, workload=workload) for peer in elsewhere]
         rows += ["", "\\* not run here: estimated from its ratio to the plain loop on another machine (Intel)"]
     return "\n".join(rows)
+
+
+def speeds_of(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Those of all steps, by variant."""
+    names = dict.fromkeys(run.name for run in runs)
+    return {name: [speed for run in runs if run.name == name for speed in run.tokens_per_s] for name in names}
+
+
+def baseline_lines(speeds: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """How fast ours of this tree are beside those of the other one."""
+    for name, values in speeds.items():
+        base = baseline_name(name)
+        if base != name and speeds.get(base):
+            yield f"{name}: {ratio(typical_ratio(values, speeds[base]))} of {base}"
 
 
 def typical_ratio(speeds: Sequence[float], bases: Sequence[float]) -> float | None:

@@ -28,6 +28,7 @@ from benchmarks.contestants import (
     end_processes,
     kernel_gflops,
     our_command,
+    our_environment,
     our_steps,
     peer_commands,
     peer_steps,
@@ -130,7 +131,8 @@ class OurProcesses:
         self.mark = uuid.uuid4().hex
         """The value of MARK_VARIABLE in its processes."""
         command = our_command(variant, workload, folder, options, MANY_STEPS)
-        self._processes = list(start_processes([command], [{MARK_VARIABLE: self.mark}], folder))
+        environment = our_environment(variant) | {MARK_VARIABLE: self.mark}
+        self._processes = list(start_processes([command], [environment], folder))
         self._num_steps = 0
 
     def run_step(self) -> float:

@@ -67,6 +67,21 @@ def test_each_group_has_a_table_of_its_own():
     assert "| picotron pp2 \\* |" in pp2 and "| picotron dp2 \\* |" not in pp2
 
 
+def test_another_tree_takes_turns_with_this_one(tmp_path):
+    ours = [variant("plain"), variant("ours tp2")]
+    (theirs,) = cpu.of_tree(tmp_path, ours)
+    assert theirs == replace(ours[1], name="baseline tp2", tree=tmp_path, goal=None)
+    assert contestants.our_command(theirs, TINY, tmp_path, OPTIONS, 1)[1] == str(tmp_path / "launch/train.py")
+    assert contestants.our_environment(theirs) == {"PYTHONPATH": str(tmp_path)}
+    both = [*ours, theirs]
+    assert names(cpu.groups_of(both, TINY)["tp2"]) == ["plain", "ours tp2", "baseline tp2"]
+    speeds = zip(names(both), (5.0, 12.0, 10.0))
+    runs = [Run(name=name, round=0, beside="tp2", tokens_per_s=[speed]) for name, speed in speeds]
+    text = cpu.report(TINY, runs, both)
+    assert "| baseline tp2 | 10 | 10 | 2.00 | - |  |" in text
+    assert "ours tp2: 1.20 of baseline tp2" in text.splitlines()
+
+
 @pytest.mark.slow
 def test_a_run_of_ours_stands_still_between_its_turns_and_loses_nobody(tmp_path):
     processes = OurProcesses(variant("ours dp2"), TINY, tmp_path, OPTIONS)

@@ -33,7 +33,7 @@ from parallel3d.trainer.plans import chunk_layout_of, split_layers
 FRAGMENTATION = 0.05
 """Of what comes and goes within a step: memory that the allocator has and can't use. An assumption."""
 CPU_LOGITS_BYTES, CPU_LOGITS_TOKENS = 8 << 20, 256
-"""Of logits that exist at once on a CPU, or this number of tokens if their gradients fit; on a device HEAD_BLOCK_BYTES."""
+"""Of logits at once on a CPU, or this number of tokens if their gradients fit; on a device HEAD_BLOCK_BYTES."""
 CPU_LOGIT_GRADS_BYTES = 64 << 20
 """Of their gradients, for one product for the weight."""
 MEASURE_BYTES = 6

@@ -8,9 +8,9 @@ iteration, and for gathered weights right after the update, since nothing would 
 stages that would be a deadlock, too: a replica's first forward pass may wait for another stage, which waits for weights
 that the replica has not written yet. So do the ranks of a tied embedding, in two stages: these take gloo.
 
-Every rank reads all versions of what it needs, in the order of the ranks, and adds them with the same operators as
-ranks that are threads: the same bits. It writes to its own tensors only in a call or a wait, so that nothing is busy
-after an abort, and a peer that dies leaves only a wait behind, which the abort ends.
+Every rank reads all versions of what it needs, in the order of the ranks, and adds them to the same bits as ranks
+that are threads. It writes to its own tensors only in a call or a wait, so that nothing is busy after an abort, and a
+peer that dies leaves only a wait behind, which the abort ends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from parallel3d.errors import GenerationEnded
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.exchange_loops import add, copy_for_peers, has_exchange_loops
 from parallel3d.parallel.group import Group, Work
 from parallel3d.parallel.shared_memory import NUM_SLOTS, SLOT_BYTES, SharedCounter, SharedMemory, WaitEnd, WaitSwitch
 
@@ -32,7 +33,7 @@ SPIN_S = 0.5e-3
 """Waking a sleeping core takes some 0.05 ms. Spinning yields the core to other ranks that want it."""
 
 Combine = Callable[..., Tensor]
-"""Writes what two versions combine to into `out`: torch.add or torch.maximum."""
+"""Writes what two versions combine to into `out`: add or torch.maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class SharedMemoryGroup(Group):
         super().__init__(name=name, rank=rank, ranks=ranks)
         self.token = token
         self.timeout_s = timeout_s
+        has_exchange_loops()  # they are compiled now, not in the first exchange
         self._memory = memory
         self._built_as = name
         self._pending: deque[_SharedWork] = deque()
@@ -78,7 +80,7 @@ class SharedMemoryGroup(Group):
         token.on_abort(self._switch.abort)
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
-        return self._post(self._reduction(tensor, torch.add))
+        return self._post(self._reduction(tensor, add))
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         self._post(self._reduction(tensor, torch.maximum)).wait()  # bounded: by token and timeout
@@ -140,7 +142,10 @@ class SharedMemoryGroup(Group):
 
         def read(chunk: int, slots: Sequence[Tensor]) -> None:
             target = flat[chunk * step : (chunk + 1) * step]
-            _combine(target, [slot[: len(target)] for slot in slots], combine)
+            versions = [slot[: len(target)] for slot in slots]
+            if self.rank < 2:  # the own one is still in the target when it is read, and nearer
+                versions[self.rank] = target
+            _combine(target, versions, combine)
 
         return _whole_exchange(flat, step, read)
 
@@ -153,7 +158,7 @@ class SharedMemoryGroup(Group):
             some = parts[:, chunk * step : (chunk + 1) * step]
             places = slot[: some.numel()].view_as(some)
             for number in offered:
-                places[number].copy_(some[number])
+                copy_for_peers(places[number], some[number])
 
         def read(chunk: int, slots: Sequence[Tensor]) -> None:
             for number, out in outs.items():
@@ -161,7 +166,7 @@ class SharedMemoryGroup(Group):
                 place = slice(number * len(target), (number + 1) * len(target))
                 versions = [slot[place] for slot in slots]
                 versions[self.rank] = parts[number, chunk * step : (chunk + 1) * step]
-                _combine(target, versions, torch.add)
+                _combine(target, versions, add)
 
         return _Exchange(dtype=parts.dtype, num_chunks=-(-parts.shape[1] // step), write=write, read=read)
 
@@ -232,7 +237,7 @@ def _whole_exchange(own: Tensor, step: int, read: Callable[[int, Sequence[Tensor
 
     def write(chunk: int, slot: Tensor) -> None:
         some = own[chunk * step : (chunk + 1) * step]
-        slot[: len(some)].copy_(some)
+        copy_for_peers(slot[: len(some)], some)
 
     return _Exchange(dtype=own.dtype, num_chunks=-(-len(own) // step), write=write, read=read)
 
