@@ -49,9 +49,9 @@ INLINE int64_t steps_of_keys(Block block, int narrow) {
     return steps_of(narrow == TILES ? block.width : block.end, narrow);
 }
 
-/* q (group, length, size), k and v (length, size) -> mixed as q. */
-INLINE void forward_unit(const void *q, const void *k, const void *v, void *mixed, uint32_t *space, int64_t group,
-                         int64_t length, int64_t size, float scale, int narrow) {
+/* q (group, length, size), k and v (length, size) -> mixed (length, group, size), a query's `step` numbers apart. */
+INLINE void forward_unit(const void *q, const void *k, const void *v, void *mixed, int64_t step, uint32_t *space,
+                         int64_t group, int64_t length, int64_t size, float scale, int narrow) {
     int64_t padded = padded_of(length), stride = block_at(0, length).stride, steps = steps_of(size, narrow);
     Right keys = in_tiles(k, take(&space, padded * size), length, steps);
     Right values = pairs_of_unit(v, take(&space, padded * size), length, size, narrow);
@@ -63,7 +63,7 @@ INLINE void forward_unit(const void *q, const void *k, const void *v, void *mixe
         for (int64_t begin = 0; begin < length; begin += QUERIES) {
             Block block = block_at(begin, length);
             int64_t first = (head * length + begin) * size;
-            const uint32_t *rows = whole_block(row_of(q, first, narrow), copy, block.rows, size, narrow);
+            const uint32_t *rows = whole_block(row_of(q, first, narrow), size, copy, block.rows, size, narrow);
             multiply((Left){rows, steps, 1}, keys, scores, stride, QUERIES, block.width, steps, 0, narrow);
             for (int64_t row = 0; row < QUERIES; row++) { /* those from block.rows on are not stored */
                 int64_t seen = block.begin + row + 1 < block.width ? block.begin + row + 1 : block.width;
@@ -73,7 +73,8 @@ INLINE void forward_unit(const void *q, const void *k, const void *v, void *mixe
             multiply(rows_of_scores(scores, rounded, block, narrow), values, out, size, QUERIES, size,
                      steps_of_keys(block, narrow), 0, narrow);
             for (int64_t row = 0; row < block.rows; row++)
-                store_rows(out + row * size, row_of(mixed, first + row * size, narrow), 1, size, shares[row], narrow);
+                store_rows(out + row * size, row_of(mixed, (begin + row) * step + head * size, narrow), 1, size, shares[row],
+                           narrow);
         }
 }
 
@@ -116,10 +117,10 @@ INLINE void softmax_of_block(Backward own, Block block, float scale, int narrow)
     }
 }
 
-/* The gradients of q, k and v. */
-INLINE void backward_unit(const void *grad, const void *q, const void *k, const void *v, void *q_grad, void *k_grad,
-                          void *v_grad, uint32_t *space, int64_t group, int64_t length, int64_t size, float scale,
-                          int narrow) {
+/* The gradients of q, k and v; that of the result lies as `mixed`. */
+INLINE void backward_unit(const void *grad, int64_t step, const void *q, const void *k, const void *v, void *q_grad,
+                          void *k_grad, void *v_grad, uint32_t *space, int64_t group, int64_t length, int64_t size,
+                          float scale, int narrow) {
     int64_t padded = padded_of(length), stride = block_at(0, length).stride, steps = steps_of(size, narrow);
     Right key_tiles = in_tiles(k, take(&space, padded * size), length, steps);
     Right value_tiles = in_tiles(v, take(&space, padded * size), length, steps);
@@ -132,8 +133,9 @@ INLINE void backward_unit(const void *grad, const void *q, const void *k, const 
         for (int64_t begin = 0; begin < length; begin += QUERIES) {
             Block block = block_at(begin, length);
             int64_t first = (head * length + begin) * size, row_steps = steps_of(QUERIES, narrow);
-            const uint32_t *rows = whole_block(row_of(q, first, narrow), own.q_copy, block.rows, size, narrow);
-            const uint32_t *grads = whole_block(row_of(grad, first, narrow), own.grad_copy, block.rows, size, narrow);
+            const void *first_grad = row_of(grad, begin * step + head * size, narrow);
+            const uint32_t *rows = whole_block(row_of(q, first, narrow), size, own.q_copy, block.rows, size, narrow);
+            const uint32_t *grads = whole_block(first_grad, step, own.grad_copy, block.rows, size, narrow);
             multiply((Left){rows, steps, 1}, key_tiles, own.scores, stride, QUERIES, block.width, steps, 0, narrow);
             multiply((Left){grads, steps, 1}, value_tiles, own.inner, stride, QUERIES, block.width, steps, 0, narrow);
             softmax_of_block(own, block, scale, narrow);
@@ -151,17 +153,26 @@ INLINE void backward_unit(const void *grad, const void *q, const void *k, const 
     store_columns(v_sums, stride, v_grad, length, size, 1.0f, narrow);
 }
 
-/* Each thread takes units, one after the other, with `space_size` elements of `space` for each unit under way. */
+/* Where a unit's numbers begin: `one` in k and v, `all` in q, `mixed` in the result, whose queries are `step` apart. */
+typedef struct { int64_t one, all, mixed, step; } Place;
+
+INLINE Place place_of(int64_t unit, int64_t kv_heads, int64_t group, int64_t length, int64_t size) {
+    int64_t one = length * size, step = kv_heads * group * size;
+    return (Place){unit * one, unit * one * group, unit / kv_heads * length * step + unit % kv_heads * group * size, step};
+}
+
+/* Each thread takes units, one after the other, with `space_size` elements of `space` for each unit under way. A sequence
+   has `kv_heads` of them. */
 void attention(const void *q, const void *k, const void *v, void *mixed, uint32_t *space, int64_t space_size,
-               int64_t units, int64_t group, int64_t length, int64_t size, double scale, int64_t narrow,
-               int64_t threads) {
+               int64_t units, int64_t kv_heads, int64_t group, int64_t length, int64_t size, double scale,
+               int64_t narrow, int64_t threads) {
     UNITS(threads)
     for (int64_t unit = 0; unit < units; unit++) {
-        int64_t one = unit * length * size, all = one * group;
+        Place at = place_of(unit, kv_heads, group, length, size);
         uint32_t *own = space + omp_get_thread_num() * space_size;
 #define PASS(kind)                                                                                              \
-    forward_unit(row_of(q, all, kind), row_of(k, one, kind), row_of(v, one, kind), row_of(mixed, all, kind), own, group, \
-                 length, size, (float)scale, kind)
+    forward_unit(row_of(q, at.all, kind), row_of(k, at.one, kind), row_of(v, at.one, kind),                     \
+                 row_of(mixed, at.mixed, kind), at.step, own, group, length, size, (float)scale, kind)
         if (narrow == TILES) ON_TILES(PASS(TILES));
         else if (narrow) PASS(1);
         else PASS(0);
@@ -170,16 +181,16 @@ void attention(const void *q, const void *k, const void *v, void *mixed, uint32_
 }
 
 void attention_grads(const void *grad, const void *q, const void *k, const void *v, void *q_grad, void *k_grad,
-                     void *v_grad, uint32_t *space, int64_t space_size, int64_t units, int64_t group, int64_t length,
-                     int64_t size, double scale, int64_t narrow, int64_t threads) {
+                     void *v_grad, uint32_t *space, int64_t space_size, int64_t units, int64_t kv_heads, int64_t group,
+                     int64_t length, int64_t size, double scale, int64_t narrow, int64_t threads) {
     UNITS(threads)
     for (int64_t unit = 0; unit < units; unit++) {
-        int64_t one = unit * length * size, all = one * group;
+        Place at = place_of(unit, kv_heads, group, length, size);
         uint32_t *own = space + omp_get_thread_num() * space_size;
 #define PASS(kind)                                                                                              \
-    backward_unit(row_of(grad, all, kind), row_of(q, all, kind), row_of(k, one, kind), row_of(v, one, kind),    \
-                  row_of(q_grad, all, kind), row_of(k_grad, one, kind), row_of(v_grad, one, kind), own, group, length, \
-                  size, (float)scale, kind)
+    backward_unit(row_of(grad, at.mixed, kind), at.step, row_of(q, at.all, kind), row_of(k, at.one, kind),      \
+                  row_of(v, at.one, kind), row_of(q_grad, at.all, kind), row_of(k_grad, at.one, kind),          \
+                  row_of(v_grad, at.one, kind), own, group, length, size, (float)scale, kind)
         if (narrow == TILES) ON_TILES(PASS(TILES));
         else if (narrow) PASS(1);
         else PASS(0);

@@ -146,11 +146,13 @@ INLINE Left turned_block(const uint32_t *x, uint32_t *space, int64_t size, int n
     return (Left){turned, QUERIES / 2, 1};
 }
 
-/* A block's rows (rows, size): in place if they are whole, else a copy with rows of zeros. */
-INLINE const uint32_t *whole_block(const void *x, uint32_t *copy, int64_t rows, int64_t size, int narrow) {
-    if (rows == QUERIES) return x;
+/* A block's rows (rows, size), `step` numbers apart: in place if they are whole and one after the other, else a copy with
+   rows of zeros. */
+INLINE const uint32_t *whole_block(const void *x, int64_t step, uint32_t *copy, int64_t rows, int64_t size,
+                                   int narrow) {
+    if (rows == QUERIES && step == size) return x;
     int64_t bytes = size * (narrow ? 2 : 4);
-    memcpy(copy, x, rows * bytes);
+    for (int64_t row = 0; row < rows; row++) memcpy((char *)copy + row * bytes, row_of(x, row * step, narrow), bytes);
     memset((char *)copy + rows * bytes, 0, (QUERIES - rows) * bytes);
     return copy;
 }

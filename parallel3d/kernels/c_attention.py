@@ -21,18 +21,20 @@ _TILES, _TILE_SIZE = 2, 32
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    """q (batch, key-value heads, group, seq, size), k and v (batch, key-value heads, seq, size) -> (batch, seq, query
+    heads, size)."""
     if _is_widened(q):
         return attention(q.float(), k.float(), v.float()).to(q.dtype)
     if not _fits(q):
         return torch_attention.attention(q, k, v)
-    mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
+    batch, kv_heads, group, length, size = q.shape
+    mixed = q.new_empty((batch, length, kv_heads * group, size))
     run_attention_loop("attention", q.contiguous(), k.contiguous(), v.contiguous(), mixed, *_space_and_sizes(q))
     return mixed
 
 
 def attention_grads(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; sums are in fp32 and rounded once."""
+    """The gradients of q, k and v for that of the result; sums are in fp32 and rounded once."""
     if _is_widened(q):
         q_grad, k_grad, v_grad = attention_grads(grad.float(), q.float(), k.float(), v.float())
         return q_grad.to(q.dtype), k_grad.to(q.dtype), v_grad.to(q.dtype)
@@ -44,14 +46,14 @@ def attention_grads(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     return found[0], found[1], found[2]
 
 
-def _space_and_sizes(q: Tensor) -> tuple[Tensor, int, int, int, int, int, float, int]:
+def _space_and_sizes(q: Tensor) -> tuple[Tensor, int, int, int, int, int, int, float, int]:
     """The last arguments: memory for each thread, and what all units have in common."""
-    units, group, length, size = q.shape
+    batch, kv_heads, group, length, size = q.shape
     padded = -(-length // _TILE) * _TILE
     stride = padded + 2 * _LANES
     space_size = 3 * padded * size + 5 * _QUERIES * size + 4 * _QUERIES * stride + 2 * size * stride
     space = torch.empty((torch.get_num_threads(), space_size), dtype=torch.float32)
-    return space, space_size, units, group, length, size, size**-0.5, _format_of(q)
+    return space, space_size, batch * kv_heads, kv_heads, group, length, size, size**-0.5, _format_of(q)
 
 
 def _format_of(q: Tensor) -> int:

@@ -110,10 +110,11 @@ class DropoutKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernels:
-    """Causal attention over blocks of queries; a group of query heads shares the keys and values of a unit."""
+    """Causal attention over blocks of queries; a group of query heads shares a key-value head's keys and values."""
 
     forward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    """q (batch, key-value heads, group, seq, size), k and v (batch, key-value heads, seq, size) -> (batch, seq, query
+    heads, size), contiguous: the order in which the output projection reads it."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(gradient of the result, q, k, v) -> the gradients of q, k and v."""
 

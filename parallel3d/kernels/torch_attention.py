@@ -53,8 +53,15 @@ PLAIN = ScoreForm()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, form: ScoreForm = PLAIN) -> Tensor:
-    """q (units, group, seq, size), k and v (units, seq, size) -> as q; a group of query heads shares a unit's keys."""
-    wide_k, mixed = _wide(k), torch.empty_like(q)
+    """q (batch, key-value heads, group, seq, size), k and v (batch, key-value heads, seq, size) -> (batch, seq, query
+    heads, size). A unit is a key-value head of a sequence, whose keys and values a group of query heads shares."""
+    mixed = _attention_of_units(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), form)
+    return mixed.view(q.shape).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
+
+
+def _attention_of_units(q: Tensor, k: Tensor, v: Tensor, form: ScoreForm) -> Tensor:
+    """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    wide_k, mixed = _wide(k), torch.empty_like(q, memory_format=torch.contiguous_format)
     for block in _blocks(q, form.window):
         units, _, begin, end = block
         rounded = _probabilities(_scores(_rows(q, block), wide_k, block, form), block, form).to(q.dtype)
@@ -66,8 +73,17 @@ def attention_grads(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, form: ScoreForm = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v for that of the result."""
+    by_unit = grad.unflatten(2, q.shape[1:3]).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    q_grad, k_grad, v_grad = _grads_of_units(by_unit, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), form)
+    return q_grad.view(q.shape), k_grad.view(k.shape), v_grad.view(v.shape)
+
+
+def _grads_of_units(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, form: ScoreForm
+) -> tuple[Tensor, Tensor, Tensor]:
     wide_k, wide_v, scale = _wide(k), _wide(v), q.shape[-1] ** -0.5
-    q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    q_grad = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_grad, v_grad = (torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (wide_k, wide_v))
     for block in _blocks(q, form.window):
         units, _, begin, end = block
         rows, rows_grad, keys = _rows(q, block), _rows(grad, block), block.keys

@@ -43,16 +43,13 @@ def attend_in_blocks(
 
     The backward pass needs q, k and v alone, so a layer that runs again may take its result from `run`.
     """
-    batch_size, num_heads, length, size = q.shape
-    num_units = batch_size * k.shape[1]  # key-value heads of all sequences; a group of query heads belongs to each
-    grouped = q.reshape(num_units, num_heads // k.shape[1], length, size)
-    k, v = (each.reshape(num_units, length, size) for each in (k, v))
-    mixed = _BlockAttention.apply(grouped, k, v, kernels, run)
-    return mixed.view(q.shape)
+    grouped = q.unflatten(1, (k.shape[1], -1))  # a group of query heads belongs to each key-value head
+    return _BlockAttention.apply(grouped, k, v, kernels, run).transpose(1, 2)
 
 
 class _BlockAttention(Function):
-    """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    """q (batch, key-value heads, group, seq, size), k and v (batch, key-value heads, seq, size) -> (batch, seq, query
+    heads, size)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: AttentionKernels, run: RunFn) -> Tensor:
