@@ -79,6 +79,9 @@ VARIANTS: tuple[Variant, ...] = (
         for module in ("machine", "machine_in_order", "machine_with_memory")
         for kind in ("single", "dp2", "tp2")
     ),
+    Variant(
+        name="machine_with_exchanges tp2", layout="tp2", module=PEERS + "machine_with_exchanges", arguments=("tp2",)
+    ),
     Variant(name="plain", layout="single", module=PEERS + "plain"),
     Variant(name="ours single", layout="single", goal=0.85, bf16_goal=0.9),
     Variant(name="ours dp2", layout="dp2", parallel={"dp_size": 2}, goal=0.85, bf16_goal=0.9),

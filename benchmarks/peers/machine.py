@@ -53,19 +53,24 @@ class Kernel:
 
 def main() -> None:
     workload, options = parse_arguments(__doc__, kinds=tuple(LAYOUTS))
-    report_limit(list(kernels(workload, LAYOUTS[options.kind][0])), workload, options)
+    tp_size, dp_size = LAYOUTS[options.kind]
+    join_processes(tp_size * dp_size)
+    report_limit(list(kernels(workload, tp_size)), workload, options)
+
+
+def join_processes(count: int) -> None:
+    if count > 1:
+        dist.init_process_group("gloo")
 
 
 def report_limit(list_of: Sequence[Kernel], workload: Workload, options: argparse.Namespace) -> None:
     """Prints the time of each step, in which every kernel takes the fastest of its ways, and the speed of each way."""
-    tp_size, dp_size = LAYOUTS[options.kind]
-    if tp_size * dp_size > 1:
-        dist.init_process_group("gloo")
+    num_micro_batches = workload.num_micro_batches // LAYOUTS[options.kind][1]
     times = Times()
     for _ in range(options.steps):
         for kernel in list_of:
             times.add(kernel, {way: time_s(run, kernel.count) for way, run in kernel.ways.items()})
-        seconds = slowest(times.step_s(list_of, workload.num_micro_batches // dp_size))
+        seconds = slowest(times.step_s(list_of, num_micro_batches))
         print("GFLOPS", json.dumps({kernel.name: times.gflops(kernel) for kernel in list_of}))
         report_step(seconds)
     if dist.is_initialized():

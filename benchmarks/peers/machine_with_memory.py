@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.peers.machine import DTYPES, LAYOUTS, Kernel, kernels, report_limit
+from benchmarks.peers.machine import DTYPES, LAYOUTS, Kernel, join_processes, kernels, report_limit
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
 
@@ -34,6 +34,7 @@ class Traffic:
 def main() -> None:
     workload, options = parse_arguments(__doc__, kinds=("single", "dp2", "tp2"))
     tp_size, dp_size = LAYOUTS[options.kind]
+    join_processes(tp_size * dp_size)
     streams = [stream(traffic) for traffic in elementwise_traffic(workload, tp_size, dp_size)]
     report_limit([*kernels(workload, tp_size), *streams], workload, options)
 
