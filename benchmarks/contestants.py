@@ -72,6 +72,7 @@ class Run:
 
 PEERS = "benchmarks.peers."
 TORCH, DEEPSPEED, HF = PEERS + "torch_parallel", PEERS + "deepspeed", PEERS + "huggingface"
+EXCHANGES = PEERS + "machine_with_exchanges"
 
 VARIANTS: tuple[Variant, ...] = (
     *(
@@ -79,8 +80,9 @@ VARIANTS: tuple[Variant, ...] = (
         for module in ("machine", "machine_in_order", "machine_with_memory")
         for kind in ("single", "dp2", "tp2")
     ),
-    Variant(
-        name="machine_with_exchanges tp2", layout="tp2", module=PEERS + "machine_with_exchanges", arguments=("tp2",)
+    *(
+        Variant(name=f"machine_with_exchanges {kind}", layout="tp2", module=EXCHANGES, arguments=(kind,))
+        for kind in ("tp2", "tp2+sp")
     ),
     Variant(name="plain", layout="single", module=PEERS + "plain"),
     Variant(name="ours single", layout="single", goal=0.85, bf16_goal=0.9),

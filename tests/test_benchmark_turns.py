@@ -103,7 +103,9 @@ def test_a_run_of_ours_stands_still_between_its_turns_and_loses_nobody(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "machine dp2", "machine_with_exchanges tp2"])
+@pytest.mark.parametrize(
+    "name", ["plain", "machine dp2", "machine_with_exchanges tp2", "machine_with_exchanges tp2+sp"]
+)
 def test_a_peer_stands_still_between_its_turns(tmp_path, name):
     processes = PeerProcesses(variant(name), TINY, tmp_path, OPTIONS)
     try:
@@ -111,9 +113,10 @@ def test_a_peer_stands_still_between_its_turns(tmp_path, name):
         for rank in range(variant(name).num_processes):
             assert len(contestants.peer_steps(tmp_path, rank)) == 3
         assert seconds == [took for took, _ in contestants.peer_steps(tmp_path)] and min(seconds) > 0
-        kinds = processes.figures()["kernel_gflops"]
-        assert bool(kinds) is (name != "plain")
-        assert ("sums over both (bytes)" in (kinds or {})) is ("exchanges" in name)
+        kernels = set(processes.figures()["kernel_gflops"] or ())
+        assert bool(kernels) is (name != "plain")
+        assert ("sum (bytes)" in kernels) is (name == "machine_with_exchanges tp2")
+        assert ("all-gather (bytes)" in kernels) is (name == "machine_with_exchanges tp2+sp")
     finally:
         processes.end()
 

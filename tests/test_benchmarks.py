@@ -88,6 +88,8 @@ def test_the_bytes_that_elementwise_work_moves():
         "SwiGLU's gradient": (2, 6 * inner),
         "update": (1, 30 * numbers // 2),
     }
+    halved = {t.name: t.num_bytes for t in machine_with_memory.elementwise_traffic(small, 2, 1, shards_tokens=True)}
+    assert halved["norm of a sum"] == halved["norm's gradient"] == 2 * hidden and halved["positions"] == 2 * hidden
     for traffic in machine_with_memory.elementwise_traffic(small, 1, 2):
         for run in machine_with_memory.stream(traffic).ways.values():
             for _ in range(traffic.count + 1):

@@ -11,7 +11,6 @@ a tensor-parallel half. Two processes run the same kernel at the same time, and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ def main() -> None:
     workload, options = parse_arguments(__doc__, kinds=tuple(LAYOUTS))
     tp_size, dp_size = LAYOUTS[options.kind]
     join_processes(tp_size * dp_size)
-    report_limit(list(kernels(workload, tp_size)), workload, options)
+    report_limit(list(kernels(workload, tp_size)), workload.num_micro_batches // dp_size, options.steps)
 
 
 def join_processes(count: int) -> None:
@@ -63,11 +62,10 @@ def join_processes(count: int) -> None:
         dist.init_process_group("gloo")
 
 
-def report_limit(list_of: Sequence[Kernel], workload: Workload, options: argparse.Namespace) -> None:
+def report_limit(list_of: Sequence[Kernel], num_micro_batches: int, num_steps: int) -> None:
     """Prints the time of each step, in which every kernel takes the fastest of its ways, and the speed of each way."""
-    num_micro_batches = workload.num_micro_batches // LAYOUTS[options.kind][1]
     times = Times()
-    for _ in range(options.steps):
+    for _ in range(num_steps):
         for kernel in list_of:
             times.add(kernel, {way: time_s(run, kernel.count) for way, run in kernel.ways.items()})
         seconds = slowest(times.step_s(list_of, num_micro_batches))

@@ -36,17 +36,20 @@ def main() -> None:
     tp_size, dp_size = LAYOUTS[options.kind]
     join_processes(tp_size * dp_size)
     streams = [stream(traffic) for traffic in elementwise_traffic(workload, tp_size, dp_size)]
-    report_limit([*kernels(workload, tp_size), *streams], workload, options)
+    report_limit([*kernels(workload, tp_size), *streams], workload.num_micro_batches // dp_size, options.steps)
 
 
-def elementwise_traffic(workload: Workload, tp_size: int, dp_size: int) -> Iterator[Traffic]:
-    """Of one rank; replicas share the update (ZeRO-1)."""
+def elementwise_traffic(
+    workload: Workload, tp_size: int, dp_size: int, *, shards_tokens: bool = False
+) -> Iterator[Traffic]:
+    """Of one rank; replicas share the update (ZeRO-1), and under sequence parallelism ranks share the norms' tokens."""
     layers, itemsize = workload.num_hidden_layers, DTYPES[workload.policy].itemsize
     row = workload.micro_batch_size * workload.sequence_length * itemsize
     hidden, inner = row * workload.hidden_size, row * workload.intermediate_size // tp_size
     rotated = 2 * hidden // tp_size
-    yield Traffic(name="norm of a sum", count=2 * layers, num_bytes=4 * hidden)  # x, delta -> sum, normed
-    yield Traffic(name="norm's gradient", count=2 * layers, num_bytes=4 * hidden)  # grad, sum, residual's -> grad
+    normed = hidden // tp_size if shards_tokens else hidden
+    yield Traffic(name="norm of a sum", count=2 * layers, num_bytes=4 * normed)  # x, delta -> sum, normed
+    yield Traffic(name="norm's gradient", count=2 * layers, num_bytes=4 * normed)  # grad, sum, residual's -> grad
     yield Traffic(name="positions", count=2 * layers, num_bytes=2 * rotated)  # queries and keys in place, both ways
     yield Traffic(name="SwiGLU", count=layers, num_bytes=3 * inner)  # gate, up -> product
     yield Traffic(name="SwiGLU's gradient", count=layers, num_bytes=6 * inner)  # and the product again
