@@ -1,8 +1,9 @@
-"""Measures a tensor-parallel step with nothing but what it can't do without, in its order.
+"""Measures a tensor-parallel step of little but what it can't do without, in its order.
 
 The products and the attention of `machine_in_order.py`, between them streams of the bytes that elementwise work moves
 (`machine_with_memory.py`), and a sum over both processes, through parallel3d's shared memory, wherever one is needed:
 backward it is under way beside the weight's gradient. So processes wait for each other as often as in training.
+Queries, keys and values are copied to the order of attention, which training does with their positions.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from parallel3d.compiled_loops import call_loop, loop_library
 _SOURCE = Path(__file__).with_suffix(".c")
 _WITH_THREADS = "-fopenmp"
 _LOOP_BYTES = 1 << 14
-"""Less than that torch copies and adds as fast."""
+"""Smaller tensors are left to torch."""
 
 
 def has_exchange_loops() -> bool:
