@@ -33,7 +33,8 @@ def test_a_served_page_follows_its_run(tmp_path):
         browser.call("Page.navigate", url=server.address)
         wait_for(lambda: "holds no step yet" in (browser.evaluate("document.body?.textContent") or ""), "the page")
         write(tmp_path, [*run_files(40).lines, EVALUATION])
-        wait_for(lambda: browser.evaluate("document.querySelector('.status')?.textContent"), "the first step")
+        loaded = "document.readyState == 'complete' && document.querySelector('.status')?.textContent"
+        wait_for(lambda: browser.evaluate(loaded), "the first step")
         opened = "document.querySelector('details').open = true; document.querySelector('figure svg').focus()"
         browser.evaluate(f"{opened}; scrollTo(0, 300)")
         write(tmp_path, [*run_files(60, losses=[6.0] * 60).lines, EVALUATION])

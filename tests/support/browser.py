@@ -24,6 +24,14 @@ document.addEventListener("securitypolicyviolation", (event) => console.error(`p
 """Runs before the scripts of each page."""
 
 
+NAVIGATED = "Inspected target navigated or closed"
+"""The browser's error of a command whose page was replaced by another before it had answered."""
+
+
+class NavigatedError(Exception):
+    """The page was replaced by another before a command had answered."""
+
+
 class Browser:
     """A browser with one page, from `with` on."""
 
@@ -68,6 +76,8 @@ class Browser:
                 self._rest += data
             one, _, self._rest = self._rest.partition(b"\0")
             if (answer := json.loads(one)).get("id") == message["id"]:
+                if answer.get("error", {}).get("message") == NAVIGATED:
+                    raise NavigatedError
                 assert "error" not in answer, answer
                 return answer["result"]
             self._errors += error_texts(answer)
@@ -90,8 +100,11 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def evaluate(self, expression):
-        """The value of a JavaScript expression, awaited if it is a promise."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """The value of a JavaScript expression, awaited if it is a promise; of the new page if it reloads meanwhile."""
+        try:
+            found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        except NavigatedError:
+            return self.evaluate(expression)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
