@@ -72,7 +72,7 @@ class Run:
 
 PEERS = "benchmarks.peers."
 TORCH, DEEPSPEED, HF = PEERS + "torch_parallel", PEERS + "deepspeed", PEERS + "huggingface"
-EXCHANGES = PEERS + "machine_with_exchanges"
+EXCHANGES, WHOLE_STEP = PEERS + "machine_with_exchanges", PEERS + "machine_whole_step"
 
 VARIANTS: tuple[Variant, ...] = (
     *(
@@ -84,7 +84,10 @@ VARIANTS: tuple[Variant, ...] = (
         Variant(name=f"machine_with_exchanges {kind}", layout="tp2", module=EXCHANGES, arguments=(kind,))
         for kind in ("tp2", "tp2+sp")
     ),
-    Variant(name="machine_whole_step tp2", layout="tp2", module=PEERS + "machine_whole_step", arguments=("tp2",)),
+    *(
+        Variant(name=f"machine_whole_step {kind}", layout=layout, module=WHOLE_STEP, arguments=(kind,))
+        for kind, layout in (("single", "single"), ("tp2", "tp2"), ("tp2+sp", "tp2"))
+    ),
     Variant(name="plain", layout="single", module=PEERS + "plain"),
     Variant(name="ours single", layout="single", goal=0.85, bf16_goal=0.9),
     Variant(name="ours dp2", layout="dp2", parallel={"dp_size": 2}, goal=0.85, bf16_goal=0.9),

@@ -1,5 +1,5 @@
-/* Causal attention (torch_attention.py defines it) for processors with AVX-512: fp32, and with AVX512 BF16 or AMX
-   products of bf16 factors with results in fp32:
+/* Causal attention (torch_attention.py defines it) for processors with AVX-512, or with AVX2 and FMA: fp32,
+   and with AVX512 BF16 or AMX products of bf16 factors with results in fp32:
 
        scores         = rows of q            x  keys in tiles of 64 columns
        mixed          = rows of p            x  values, two keys side by side
@@ -13,7 +13,7 @@
 
 #include "lanes.h"
 
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__))
 #include "attention_products.h"
 #include "attention_softmax.h"
 

@@ -6,6 +6,7 @@
    by AMX. Each result is one sum over its elements in order. */
 
 #include "tiles.h"
+#include "wide_lanes.h"
 
 #define TILES 2
 #define QUERIES 64 /* at a time */
@@ -30,22 +31,22 @@ typedef struct { const uint32_t *at; int64_t step, tile; } Right;       /* (s, j
 /* out (4, 16 parts) = (out +) a b; parts of 16 columns. */
 INLINE void multiply_tile(const uint32_t *a, int64_t a_row, int64_t a_step, const uint32_t *b, int64_t b_step, float *out,
                           int64_t out_row, int64_t steps, int adds, int parts, int narrow) {
-    __m512 sums[4][4];
+    wide sums[4][ROW_VECTORS];
     for (int row = 0; row < 4; row++)
         for (int part = 0; part < parts; part++)
-            sums[row][part] = adds ? _mm512_loadu_ps(out + row * out_row + part * LANES) : _mm512_setzero_ps();
+            sums[row][part] = adds ? wide_at(out + row * out_row + part * LANES) : wide_of(0);
     for (int64_t s = 0; s < steps; s++) {
-        __m512i columns[4];
-        for (int part = 0; part < parts; part++) columns[part] = _mm512_loadu_si512(b + s * b_step + part * LANES);
+        wide columns[ROW_VECTORS];
+        for (int part = 0; part < parts; part++) columns[part] = wide_at(b + s * b_step + part * LANES);
         for (int row = 0; row < 4; row++) {
-            __m512i both = _mm512_set1_epi32((int)a[row * a_row + s * a_step]);
+            wide both = wide_of_bits(a[row * a_row + s * a_step]);
             for (int part = 0; part < parts; part++)
                 sums[row][part] = narrow ? BF16_PLUS(sums[row][part], both, columns[part])
-                                         : _mm512_fmadd_ps((__m512)both, (__m512)columns[part], sums[row][part]);
+                                         : times_plus(both, columns[part], sums[row][part]);
         }
     }
     for (int row = 0; row < 4; row++)
-        for (int part = 0; part < parts; part++) _mm512_storeu_ps(out + row * out_row + part * LANES, sums[row][part]);
+        for (int part = 0; part < parts; part++) put(out + row * out_row + part * LANES, sums[row][part]);
 }
 
 /* out (rows, width) = (out +) a (rows, steps) b (steps, width); rows are a multiple of 4, width of 16. */
@@ -56,7 +57,7 @@ static void multiply_vectors(Left a, Right b, float *out, int64_t out_row, int64
         int adds_here = adds || first;
         for (int64_t column = 0; column < width; column += parts * LANES) {
             const uint32_t *right = b.at + first * b.step + column / TILE * b.tile + column % TILE;
-            parts = width - column >= 64 ? 4 : width - column >= 32 ? 2 : 1;
+            parts = ROW_VECTORS == 1 || width - column < 32 ? 1 : width - column < 64 ? 2 : 4;
             for (int64_t row = 0; row < rows; row += 4) {
                 const uint32_t *left = a.at + row * a.row + first * a.step;
                 float *here = out + row * out_row + column;

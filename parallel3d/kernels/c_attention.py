@@ -1,8 +1,8 @@
 """Causal attention by blocks of queries in C, one call each way (`torch_attention.py` defines it).
 
-attention_loops.c needs AVX-512, and for bf16 instructions that multiply such numbers with results in fp32, which
-torch's products on CPUs have not: those of AMX, else those of AVX512 BF16. With neither, bf16 numbers are widened to
-fp32 and the results rounded. Other processors, formats and sizes of heads take torch's form.
+attention_loops.c needs AVX-512, or AVX2 with FMA, and for bf16 instructions that multiply such numbers with results in
+fp32, which torch's products on CPUs have not: those of AMX, else those of AVX512 BF16. With neither, bf16 numbers are
+widened to fp32 and the results rounded. Other processors, formats and sizes of heads take torch's form.
 """
 
 from __future__ import annotations

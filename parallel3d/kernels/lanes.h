@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BW__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -86,14 +86,19 @@ INLINE void *row_of(const void *array, int64_t first, int narrow) {
     return (char *)array + first * (narrow ? 2 : 4);
 }
 
+#ifdef __AVX2__
+INLINE float sum_of_eight(__m256 eight) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#endif
+
 /* Always in this order. */
 INLINE float sum_of(vec x) {
 #ifdef __AVX512DQ__
     __m512 all = (__m512)x;
-    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
 #else
     float part[LANES];
     memcpy(part, &x, sizeof x);

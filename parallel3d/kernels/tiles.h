@@ -1,5 +1,5 @@
-/* Tiles, the registers of AMX: 16 rows of 64 bytes, and products of bf16 factors with results in fp32; and turning a matrix
-   of 32-bit elements. An element is two bf16 numbers that follow each other along the sum. */
+/* Tiles, the registers of AMX: 16 rows of 64 bytes, and products of bf16 factors with results in fp32. An
+   element is two bf16 numbers that follow each other along the sum. */
 
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
@@ -69,23 +69,3 @@ INLINE void multiply_tiles(const uint32_t *a, int64_t a_row, const uint32_t *b, 
     _tile_stored(3, low + LANES, out_row * 4);
 }
 #endif
-
-
-/* x (16, 16), `stride` elements apart, -> out (16, 16), turned. */
-INLINE void turn(const uint32_t *x, int64_t stride, uint32_t *out, int64_t out_stride) {
-    ivec lane, rows[LANES];
-    for (int i = 0; i < LANES; i++) lane[i] = i, rows[i] = (ivec)_mm512_loadu_si512(x + i * stride);
-#pragma GCC unroll 4
-    for (int half = 1; half < LANES; half *= 2) {
-        ivec from_b = lane + (((lane & half) != 0) & (LANES - half)); /* the two off-diagonal ones of each four squares */
-        __m512i low = (__m512i)from_b, high = (__m512i)(from_b + half); /* change places */
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            if (!(i & half)) {
-                __m512i a = (__m512i)rows[i], b = (__m512i)rows[i + half];
-                rows[i] = (ivec)_mm512_permutex2var_epi32(a, low, b);
-                rows[i + half] = (ivec)_mm512_permutex2var_epi32(a, high, b);
-            }
-    }
-    for (int i = 0; i < LANES; i++) _mm512_storeu_si512(out + i * out_stride, (__m512i)rows[i]);
-}

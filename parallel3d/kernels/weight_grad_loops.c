@@ -12,6 +12,7 @@
 
 #ifdef __AMX_BF16__
 #include "tiles.h"
+#include "wide_lanes.h"
 
 #define SIDE 32 /* columns of each factor at a time: two tiles */
 

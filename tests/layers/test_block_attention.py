@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from parallel3d.kernels import torch_attention
+from parallel3d.compiled_loops import loop_library
+from parallel3d.kernels import c_loops, torch_attention
 from parallel3d.kernels.c_loops import has_attention_loop, has_tiles
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
 from parallel3d.layers import attention
@@ -101,7 +103,7 @@ def assert_as_exact_as_sdpa(tensors, factor, kernels):
     assert all(a <= factor * b for a, b in zip(ours, theirs)), (ours, theirs)
 
 
-needs_loops = pytest.mark.skipif(not has_attention_loop(FP32), reason="no C compiler, or no AVX-512")
+needs_loops = pytest.mark.skipif(not has_attention_loop(FP32), reason="no C compiler, or neither AVX-512 nor AVX2")
 
 
 @needs_loops
@@ -114,6 +116,21 @@ def test_loops_in_c_are_as_exact(dtype, factor, length, size, num_heads, num_kv_
     assert_as_exact_as_sdpa(tensors, factor, kernels)
     by_torch = results(*tensors, "blocks")
     assert max(distance(results(*tensors, "blocks", kernels), by_torch)) < (4e-3 if dtype != FP32 else 1e-6)
+
+
+@needs_loops
+@pytest.mark.parametrize("length, size", [(63, 48), (130, 64)])
+@pytest.mark.parametrize("dtype, factor", [(FP32, 1.3), (torch.bfloat16, 1.6)], ids=str)
+def test_loops_of_avx2_are_as_exact(monkeypatch, dtype, factor, length, size):
+    library = loop_library(Path(c_loops.__file__).with_name("attention_loops.c"), "-fopenmp", "-mno-avx512f")
+    assert hasattr(library, "attention") and not hasattr(library, "attention_multiplies_bf16")
+    monkeypatch.setattr(c_loops, "_library", lambda source: library)
+    monkeypatch.setattr("parallel3d.kernels.c_attention.has_tiles", lambda: False)
+    tensors, kernels = inputs(length, 4, 2, dtype, size=size), layer_kernels("c").attention
+    assert_as_exact_as_sdpa(tensors, factor, kernels)
+    tensors[1][:, -1] = float("nan")
+    mixed = results(*tensors, "blocks", kernels)[0]
+    assert mixed[:, :-1].isfinite().all() and mixed[:, -1].isnan().all(), "of a key, for the queries that see it"
 
 
 @needs_loops
