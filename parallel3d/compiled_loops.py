@@ -65,8 +65,7 @@ def loop_library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
 def _load(source: Path, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Loads the library from `folder`, and compiles it if it is not there."""
-    text = "".join(_with_included(source)) + " ".join((*_COMMAND, *flags, platform.machine(), _cpu()))
-    path = folder / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    path = folder / f"{source.stem}-{source_digest(source, *_COMMAND, *flags, platform.machine(), _cpu())}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with TemporaryDirectory(dir=folder) as work:
@@ -75,6 +74,12 @@ def _load(source: Path, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
             made.rename(path)  # whole or not at all: other processes do the same
     return ctypes.CDLL(str(path))
+
+
+def source_digest(source: Path, *more: str) -> str:
+    """Returns 16 hexadecimal digits, other ones if a C file, a header that it includes, or `more` has changed."""
+    text = "".join(_with_included(source)) + " ".join(more)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _with_included(source: Path) -> Iterator[str]:

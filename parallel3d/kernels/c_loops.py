@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel3d.compiled_loops import call_loop, loop_library
+from parallel3d.compiled_loops import call_loop, loop_library, source_digest
 
 _LAYERS, _ATTENTION, _WEIGHT_GRAD = (
     Path(__file__).with_name(f"{name}_loops.c") for name in ("layer", "attention", "weight_grad")
@@ -34,6 +34,11 @@ def has_tiles() -> bool:
     use it."""
     library = _library(_WEIGHT_GRAD)
     return library is not None and library.has_tiles() != 0
+
+
+def timed_loops() -> tuple[str, ...]:
+    """Identifies the code of the loops that a run times against torch's products and attention."""
+    return tuple(map(source_digest, (_ATTENTION, _WEIGHT_GRAD)))
 
 
 def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:

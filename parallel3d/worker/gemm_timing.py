@@ -28,7 +28,7 @@ from parallel3d.compiled_loops import multiplies_bf16
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.kernels.c_loops import has_c_loops, has_tiles
+from parallel3d.kernels.c_loops import has_c_loops, has_tiles, timed_loops
 from parallel3d.kernels.choice import KernelForm, choose_kernels
 from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows, gradient_rows
 from parallel3d.layers.gemm import Gemm, Library, ProductKey, Role
@@ -60,7 +60,7 @@ MAX_ROUNDS = 4
 BUDGET_S = 0.12
 """After that each shape is timed once."""
 CACHE_FORMAT = 8
-"""Grows when the way of measuring or a form changes: earlier choices are measured again."""
+"""Grows when the way of measuring or a form of torch changes: choices are measured again, as after a change in C."""
 
 CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
     torch.float32: {role: ("mkl", "onednn") for role in get_args(Role)},
@@ -244,9 +244,9 @@ def known_or_measured(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Gemm, str]:
     """Returns the choices for this machine and text for the log. A file in the folder `cache` keeps them, so that a
-    run that is repeated gives the same bits."""
-    shapes = sorted(shapes)
-    facts = (CACHE_FORMAT, describe_cpu(), torch.__version__, torch.get_num_threads(), shapes, attention, dtype)
+    run that is repeated gives the same bits, as long as the code that was timed is the same."""
+    shapes, num_threads = sorted(shapes), torch.get_num_threads()
+    facts = (CACHE_FORMAT, timed_loops(), describe_cpu(), torch.__version__, num_threads, shapes, attention, dtype)
     file = cache / f"cpu_gemm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(file.read_text())

@@ -178,6 +178,9 @@ def test_the_choices_are_made_once_for_a_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(gemm_timing, "time_products", lambda shapes, dtype: {FORWARD: {"mkl": 2.0, "onednn": 1.0}})
     assert known_or_measured(shapes, tmp_path / "cache") == first and first[0].choices == {FORWARD: "mkl"}
     (file,) = (tmp_path / "cache").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(gemm_timing, "timed_loops", lambda: ("other code",))
+        assert known_or_measured(shapes, tmp_path / "cache")[0].choices == {}, "measured again"
     assert known_or_measured([LinearShape(8, 4, 200)], tmp_path / "cache")[0].choices == {}, "other shapes"
     file.write_text("{")
     assert known_or_measured(shapes, tmp_path / "cache")[0].choices == {}, "a damaged file is as none"
