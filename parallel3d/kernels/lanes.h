@@ -112,6 +112,24 @@ INLINE float sum_of(vec x) {
 #ifdef __AVX512BW__
 INLINE vec larger_of(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vec smaller_of(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__) /* GCC 12 compares lane by lane */
+#define EACH_HALF(found, function, a, b)                                        \
+    for (int half = 0; half < 2; half++) {                                      \
+        __m256 x, y;                                                            \
+        memcpy(&x, (char *)&a + half * 32, 32), memcpy(&y, (char *)&b + half * 32, 32); \
+        x = function(x, y);                                                     \
+        memcpy((char *)&found + half * 32, &x, 32);                             \
+    }
+INLINE vec larger_of(vec a, vec b) {
+    vec found;
+    EACH_HALF(found, _mm256_max_ps, a, b)
+    return found;
+}
+INLINE vec smaller_of(vec a, vec b) {
+    vec found;
+    EACH_HALF(found, _mm256_min_ps, a, b)
+    return found;
+}
 #else
 INLINE vec where(ivec condition, vec yes, vec no) { return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition)); }
 INLINE vec larger_of(vec a, vec b) { return where(a > b, a, b); }
