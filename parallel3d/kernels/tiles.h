@@ -1,5 +1,5 @@
-/* Tiles, the registers of AMX: 16 rows of 64 bytes, and products of bf16 factors with results in fp32. An
-   element is two bf16 numbers that follow each other along the sum. */
+/* Tiles, the registers of AMX: 16 rows of 64 bytes, and products of bf16 factors with results in fp32. An element is
+   two bf16 numbers that follow each other along the sum. */
 
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
-/* Vectors of 16 numbers in fp32 whose multiplications and additions are contracted: a register of AVX-512, or two of AVX2.
-   Both give the same bits. */
+/* Vectors of 16 numbers in fp32 whose multiplications and additions are contracted: a register of AVX-512, or two of AVX2,
+   by the same operations in the same order. */
 
 #ifdef __AVX512BW__
 
