@@ -1,11 +1,11 @@
 """Chooses the library for each product of a run on CPUs, by timing both at the run's shapes.
 
-Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
-products up to twice as fast as MKL; on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
-oneDNN, and in bf16 a loop of our own is twice as fast as oneDNN (docs/experiments.md). Without instructions for bf16 no
-timing is needed: products of widened factors are about three times as fast. One rank measures and all take over its
-choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`)
-and that of all other kernels.
+Which one is faster depends on the vendor and the role, much less on the shape: on two cores of an AMD EPYC oneDNN
+computes fp32 products up to twice as fast as MKL; on an Intel processor with AMX MKL computes weight gradients 1.5
+times as fast as oneDNN, and in bf16 a loop of our own is twice as fast as oneDNN (docs/experiments.md). So in fp32 the
+costliest shape decides for all. Without instructions for bf16 no timing is needed: products of widened factors are
+about three times as fast. One rank measures and all take over its choices, because last bits depend on them; with them
+go the form of attention (`worker/attention_timing.py`) and that of all other kernels.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from parallel3d.worker.attention_timing import (
 
 MIN_GAIN = 1.1
 """The default stays unless the other library is this many times as fast: timings scatter."""
-TIMED_MULTIPLICATIONS = 1 << 26
-"""Of one product, at most, if its timed part has more than OUTPUTS_UNIT outputs: about a ms."""
-TIMED_TOKENS = 256
-"""At most. With 64 a weight gradient waits for memory, which says nothing of one of more tokens; with these the share
-of a weight's outputs that is timed has the whole's ratios (docs/experiments.md)."""
+TIMED_MULTIPLICATIONS: Mapping[torch.dtype, int] = {torch.float32: 1 << 28, torch.bfloat16: 1 << 26}
+"""Of one product, at most, if its timed part has more than OUTPUTS_UNIT outputs: in fp32 some ms."""
+TIMED_TOKENS: Mapping[torch.dtype, int] = {torch.float32: 1024, torch.bfloat16: 256}
+"""At most. With 64 a weight gradient waits for memory, which says nothing of one of more tokens; of fp32 products on
+several threads a part that takes a ms has other ratios than the whole (docs/experiments.md)."""
 OUTPUTS_UNIT = 64
 MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.12
 """After that each shape is timed once."""
-CACHE_FORMAT = 8
+CACHE_FORMAT = 9
 """Grows when the way of measuring or a form of torch changes: choices are measured again, as after a change in C."""
 
 CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
@@ -128,7 +128,7 @@ def time_products(
     timings: dict[ProductKey, dict[Library, float]] = {}
     begun = clock()
     for shape in sorted(shapes):
-        timed = timed_part(shape)
+        timed = timed_part(shape, dtype)
         x, grad = (torch.ones(timed.num_tokens, size, dtype=dtype) for size in (timed.in_features, timed.out_features))
         size = (timed.out_features, timed.in_features)
         weight, total = torch.ones(size, dtype=dtype), torch.ones(size)
@@ -147,10 +147,10 @@ def time_products(
     return timings
 
 
-def timed_part(shape: LinearShape) -> LinearShape:
+def timed_part(shape: LinearShape, dtype: torch.dtype) -> LinearShape:
     """The part of a product that is timed in its place: fewer tokens and outputs, all inputs."""
-    num_tokens = min(shape.num_tokens, TIMED_TOKENS)
-    out_features = TIMED_MULTIPLICATIONS // (num_tokens * shape.in_features) // OUTPUTS_UNIT * OUTPUTS_UNIT
+    num_tokens = min(shape.num_tokens, TIMED_TOKENS[dtype])
+    out_features = TIMED_MULTIPLICATIONS[dtype] // (num_tokens * shape.in_features) // OUTPUTS_UNIT * OUTPUTS_UNIT
     return LinearShape(min(shape.out_features, max(OUTPUTS_UNIT, out_features)), shape.in_features, num_tokens)
 
 
@@ -172,16 +172,31 @@ def choose_libraries(timings: Timings, default: Library = "onednn") -> Gemm:
     return Gemm(default=default, choices=choices)
 
 
+def costliest(shapes: Iterable[LinearShape]) -> LinearShape:
+    """The shape of the most multiplications; of equal ones the largest weight."""
+    return max(shapes, key=lambda shape: (shape.out_features * shape.in_features * shape.num_tokens, shape))
+
+
+def spread_by_role(choices: Mapping[ProductKey, Library], shapes: Iterable[LinearShape]) -> Gemm:
+    """The choices that were made for the roles of one shape, for all `shapes`."""
+    by_role, sizes = {key.role: library for key, library in choices.items()}, _sizes(shapes)
+    return Gemm(choices={ProductKey(role, *size): library for role, library in by_role.items() for size in sizes})
+
+
+def _sizes(shapes: Iterable[LinearShape]) -> list[tuple[int, int]]:
+    return sorted({(shape.out_features, shape.in_features) for shape in shapes})
+
+
 def widened_products(shapes: Iterable[LinearShape]) -> Gemm:
     """All products of bf16 factors that are widened to fp32."""
-    sizes = {(shape.out_features, shape.in_features) for shape in shapes}
-    return Gemm(choices={ProductKey(role, *size): "widened" for role in get_args(Role) for size in sorted(sizes)})
+    sizes = _sizes(shapes)
+    return Gemm(choices={ProductKey(role, *size): "widened" for role in get_args(Role) for size in sizes})
 
 
 def describe_choices(gemm: Gemm, timings: Timings) -> str:
     """One line for the log."""
     has_tiles_timed = any("tiles" in each for each in timings.values())
-    subject = "bf16 weight gradients" if has_tiles_timed else "fp32 products"
+    subject = "bf16 weight gradients" if has_tiles_timed else "fp32 products of each role"
     gains = [timings[key][gemm.default] / timings[key][library] for key, library in gemm.choices.items()]
     if not gains:
         return f"{subject}: {gemm.default} is the fastest library for all {len(timings)}"
@@ -266,9 +281,11 @@ def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None, d
         gemm = widened_products(shapes)
         lines.append("bf16 products: of factors widened to fp32, as this processor has no instructions for bf16")
     elif shapes:
-        timings = time_products(shapes, dtype=dtype)
+        is_spread = dtype is torch.float32  # of one long timing: several short ones scatter by more than shapes differ
+        timings = time_products([costliest(shapes)] if is_spread else shapes, dtype=dtype)
         gemm = choose_libraries(timings)
         lines.append(describe_choices(gemm, timings))
+        gemm = spread_by_role(gemm.choices, shapes) if is_spread else gemm
     if attention is not None:
         seconds = time_attention(attention)
         gemm = replace(gemm, attention=choose_form(seconds))

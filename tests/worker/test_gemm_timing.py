@@ -74,9 +74,9 @@ def test_the_faster_one_if_it_gains_enough(seconds, expected):
     assert gemm.choices == ({FORWARD: "mkl"} if expected == "mkl" else {})
     line = describe_choices(gemm, timings)
     assert line == (
-        "fp32 products: onednn, and mkl for 1 of 2, where it is up to 2.0 times as fast"
+        "fp32 products of each role: onednn, and mkl for 1 of 2, where it is up to 2.0 times as fast"
         if expected == "mkl"
-        else "fp32 products: onednn is the fastest library for all 2"
+        else "fp32 products of each role: onednn is the fastest library for all 2"
     )
 
 
@@ -153,13 +153,39 @@ def test_the_processors_own_list_says_whether_it_multiplies_bf16(monkeypatch, li
     "whole, timed",
     [
         (LinearShape(192, 576, 100), LinearShape(192, 576, 100)),  # small: all of it
-        (LinearShape(8192, 512, 2048), LinearShape(512, 512, 256)),
-        (LinearShape(4096, 14336, 4096), LinearShape(64, 14336, 256)),
-        (LinearShape(100, 1000, 4096), LinearShape(100, 1000, 256)),
+        (LinearShape(8192, 512, 2048), LinearShape(512, 512, 1024)),
+        (LinearShape(4096, 14336, 4096), LinearShape(64, 14336, 1024)),
+        (LinearShape(100, 1000, 4096), LinearShape(100, 1000, 1024)),
     ],
 )
 def test_a_part_of_a_large_product_is_timed_with_all_tokens_that_weight_gradients_need(whole, timed):
-    assert gemm_timing.timed_part(whole) == timed
+    assert gemm_timing.timed_part(whole, torch.float32) == timed
+
+
+def test_in_bf16_a_smaller_part_of_a_product_is_timed():
+    assert gemm_timing.timed_part(LinearShape(8192, 512, 2048), torch.bfloat16) == LinearShape(512, 512, 256)
+
+
+def test_the_costliest_product_decides_for_all_of_its_role(tmp_path, monkeypatch):
+    """In fp32; weight gradients in bf16 are all timed, and each has its own library."""
+    small, wide = LinearShape(8, 4, 100), LinearShape(32, 4, 50)
+    timed = []
+
+    def give_times(shapes, dtype):
+        timed.append(list(shapes))
+        other = "mkl" if dtype is torch.float32 else "tiles"
+        keys = [ProductKey("weight_grad", shape.out_features, shape.in_features) for shape in shapes]
+        seconds = {key: {other: key.out_features / 32, "onednn": 2.0} for key in keys}
+        return seconds | {ProductKey("forward", *keys[0][1:]): {other: 3.0, "onednn": 2.0}}
+
+    monkeypatch.setattr(gemm_timing, "time_products", give_times)
+    monkeypatch.setattr(gemm_timing, "multiplies_bf16", lambda: True)
+    chosen, text = known_or_measured([small, wide], tmp_path)
+    assert timed.pop() == [wide]
+    assert chosen.choices == {ProductKey("weight_grad", *size): "mkl" for size in ((8, 4), (32, 4))}
+    assert text == "fp32 products of each role: onednn, and mkl for 1 of 2, where it is up to 2.0 times as fast"
+    known_or_measured([small, wide], tmp_path, dtype=torch.bfloat16)
+    assert timed == [[small, wide]]
 
 
 def test_both_measurements_at_the_start_may_take_less_than_300_ms():
@@ -247,9 +273,9 @@ def test_all_ranks_take_over_the_leaders_choices(tmp_path, monkeypatch, has_comp
     chosen = [
         agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=is_leader) for is_leader in (True, False)
     ]
-    assert chosen[0] == chosen[1] == Gemm(choices={FORWARD: "mkl"}, kernels="c" if has_compiler else "torch")
-    kernels = {"kernels": "c"} if has_compiler else {}
-    assert {"kind": "environment", "cpu_gemm": {"forward 8x4": "mkl"} | kernels} in context.control.records
+    choices = {ProductKey("forward", shape.out_features, shape.in_features): "mkl" for shape in shapes_of()}
+    assert chosen[0] == chosen[1] == Gemm(choices=choices, kernels="c" if has_compiler else "torch")
+    assert {"kind": "environment", "cpu_gemm": chosen[0].to_json()} in context.control.records
 
 
 @pytest.mark.parametrize("kernels", ["c", "torch"])
@@ -261,7 +287,7 @@ def test_a_run_that_names_its_kernels_measures_as_well(tmp_path, monkeypatch, ke
     monkeypatch.setattr("parallel3d.kernels.choice.has_c_loops", lambda: True)
     context, begin = SimpleNamespace(control=Store()), StartInstruction(attempt=0, checkpoint=None, data=None)
     chosen = agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=True)
-    assert chosen.choices == {FORWARD: "mkl"}
+    assert {(key.role, library) for key, library in chosen.choices.items()} == {("forward", "mkl")}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +376,7 @@ def test_a_run_that_resumes_keeps_the_choices(tmp_path):
         return json.loads((tmp_path / "run" / "environment.json").read_text()).get("cpu_gemm"), out
 
     first, out = train()
-    assert first is not None and "fp32 products: " in out
+    assert first is not None and "fp32 products of each role: " in out
     (file,) = (tmp_path / "cache").glob("cpu_gemm-*.json")
     given = {"forward 192x64": "mkl", "weight_grad 64x128": "mkl"}
     file.write_text(json.dumps({"choices": given, "text": "fp32 products: as given"}))
