@@ -1,4 +1,4 @@
-"""The products of linear layers, each on the library that is fastest for its shape on this machine, and the choices of
+"""The products of linear layers, each on the library that is fastest for its role on this machine, and the choices of
 attention's form and of all other kernels'.
 
 On CPUs torch sends fp32 products to MKL. On AMD's processors MKL runs its AVX2 kernels, half of what the machine can

@@ -81,11 +81,11 @@ class RunConfig(Section):
     cpu_gemm: Literal["auto", "mkl", "onednn", "widened"] = "auto"
     """Library for the products of a run on CPUs: mkl or onednn for those in fp32; widened for those in bf16, whose
     factors are widened to fp32 then, as is best on processors without instructions for bf16. auto: the first rank times
-    mkl and onednn at the run's shapes when the run starts (up to 0.3 s for a small model), and all ranks use the faster
-    one for each; environment.json and checkpoints record the choices, and a run that resumes keeps them. With
-    precision.sums exact auto means onednn, so that a measurement decides no bit. In bf16, where the first rank has AMX,
-    it times oneDNN against a loop of our own ("tiles") for weight gradients; a host without AMX takes oneDNN in its
-    place. In bf16, where the first rank has no instructions for it, auto means widened."""
+    mkl and onednn at the run's costliest shape when the run starts (about 0.3 s), and all ranks use the faster one for
+    forward products and for either gradient; environment.json and checkpoints record it, and a resumed run keeps it.
+    With precision.sums exact auto means onednn, so that no measurement decides a bit. In bf16, where the first rank has
+    AMX, it times oneDNN against a loop of our own ("tiles") for weight gradients; a host without AMX takes oneDNN in
+    its place. In bf16, where the first rank has no instructions for it, auto means widened."""
     cpu_attention: Literal["auto", "sdpa", "blocks"] = "auto"
     """Attention of a run on CPUs. sdpa: torch's own kernel. blocks: matrix products over blocks of queries, as exact;
     not for documents kept apart, which take sdpa. auto: the faster one at the run's shape, measured, recorded and kept
