@@ -3,9 +3,9 @@
     python benchmarks/start_timing.py --turns 5
 
 Each turn is a process of its own, for libraries prepare themselves at their first call; the configurations are the
-quickstart's, which has one thread a rank, and the model of benchmarks/cpu.py in fp32 and bf16 on one and two threads.
-What any run pays at its first stage and first backward pass whether it measures or not is paid before: loops in C,
-a stage on the meta device, and what torch imports there.
+quickstart's, which has one thread a rank, and the model of benchmarks/cpu.py in fp32 and bf16 on one and two threads,
+with its sequences and with long ones. What any run pays at its first stage and first backward pass whether it measures
+or not is paid before: loops in C, a stage on the meta device, and what torch imports there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 QUICKSTART = "quickstart"
-CASES = ((QUICKSTART, 1), *((policy, threads) for policy in ("fp32", "bf16") for threads in (1, 2)))
+LONG = 2048
+"""Tokens of a sequence, instead of the workload's."""
+CASES = (
+    (QUICKSTART, 1),
+    *((case, threads) for case in ("fp32", "bf16", f"fp32-{LONG}", f"bf16-{LONG}") for threads in (1, 2)),
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +89,9 @@ def config_file(case: str, folder: Path) -> Path:
     if case == QUICKSTART:
         return ROOT / "configs" / "quickstart.json"
     variant = next(each for each in VARIANTS if each.name == "ours single")
-    config = our_config(variant, Workload(policy=case), folder / "run", num_cores=2, num_steps=3)
+    policy, _, length = case.partition("-")
+    workload = Workload(policy=policy, sequence_length=int(length or Workload.sequence_length))
+    config = our_config(variant, workload, folder / "run", num_cores=2, num_steps=3)
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path

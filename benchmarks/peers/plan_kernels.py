@@ -23,7 +23,7 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.attention import attend
-from parallel3d.layers.gemm import Gemm
+from parallel3d.layers.gemm import AttentionForm, Gemm
 from parallel3d.models.make import make_stage
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.group import AbsentGroup
@@ -31,8 +31,8 @@ from parallel3d.parallel.shared_memory import share_memory
 from parallel3d.parallel.shared_memory_group import SharedMemoryGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import policy_of
-from parallel3d.worker.attention_timing import AttentionShape, attention_shape, choose_form, time_attention
-from parallel3d.worker.gemm_timing import LinearShape, choose_libraries, linear_shapes, time_products
+from parallel3d.worker.attention_timing import AttentionShape, attention_shape
+from parallel3d.worker.gemm_timing import LinearShape, linear_shapes, measured_forms
 
 ROUNDS = 7
 SIZES = (16 << 10, 1 << 20)
@@ -53,12 +53,12 @@ def main() -> None:
     head = max(shapes, key=lambda shape: shape.out_features)  # its vocabulary is wider than any layer
     layer = sorted(shapes - {head})
     meet()
-    gemm = choose_libraries(time_products(layer, dtype=dtype))
-    product_s = sum(_product_s(gemm, shape, dtype, meet) for shape in layer)
-    flops = sum(6.0 * shape.num_tokens * shape.out_features * shape.in_features for shape in layer)
     attention = attention_shape(config, stage, "c" if has_c_loops() else "torch")
     assert attention is not None
-    forward_s, backward_s = _attention_s(attention, meet)
+    gemm, _ = measured_forms(shapes, attention, dtype)
+    product_s = sum(_product_s(gemm, shape, dtype, meet) for shape in layer)
+    flops = sum(6.0 * shape.num_tokens * shape.out_features * shape.in_features for shape in layer)
+    forward_s, backward_s = _attention_s(attention, gemm.attention, meet)
     seen = 4.0 * num_tokens * attention.length * attention.num_query_heads * attention.head_size / 2
     rates = {
         "product": flops / product_s,
@@ -116,9 +116,9 @@ def _product_s(gemm: Gemm, shape: LinearShape, dtype: torch.dtype, meet: Callabl
     return _median_s(run, meet, repeats=2)
 
 
-def _attention_s(shape: AttentionShape, meet: Callable[[], None]) -> tuple[float, float]:
+def _attention_s(shape: AttentionShape, form: AttentionForm, meet: Callable[[], None]) -> tuple[float, float]:
     """Seconds of a forward and of a backward pass."""
-    form, kernels = choose_form(time_attention(shape)), layer_kernels(shape.kernels).attention
+    kernels = layer_kernels(shape.kernels).attention
     rows = (shape.num_sequences, shape.length)
     heads = (shape.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
     q, k, v = (torch.randn(*rows, each, shape.head_size).to(shape.dtype).requires_grad_() for each in heads)

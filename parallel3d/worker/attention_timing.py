@@ -8,8 +8,8 @@ in bf16 and slower for short sequences in fp32 (docs/experiments.md). The choice
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -24,12 +24,17 @@ from parallel3d.precision.policy import policy_of
 
 MIN_GAIN = 1.05
 """SDPA stays unless the other form is this many times as fast: timings scatter."""
-TIMED_SCORES = 1 << 21
-"""Of one run, at most, unless a single sequence has more; about 20 ms."""
-ROUNDS = 4
-"""Of each form; the first one, in which kernels are prepared, does not count."""
+TIMED_SCORES = 1 << 20
+"""Of one run, at most, unless a head for each thread has more; 10 to 50 ms."""
+TIMED_LENGTH = 1536
+"""Tokens of a sequence, at most."""
+MAX_ROUNDS = 4
+"""Of each form; the first one, in which kernels are prepared, does not count unless it is the only one."""
 BUDGET_S = 0.06
-"""After that no round begins."""
+"""After that no round begins if those before have decided."""
+CLEAR_GAIN = 3.0
+"""A form that is this many times as fast in the first round needs no other: SDPA in bf16 on a CPU without instructions
+for it takes as long as all else at the start together."""
 
 AttentionTimings = Mapping[AttentionForm, float]
 """Seconds of a forward and a backward pass in each form."""
@@ -76,26 +81,50 @@ def attention_shape(config: Config, stage: nn.Module, kernels: KernelForm = "tor
     return None
 
 
+def timed_part(shape: AttentionShape, num_threads: int) -> AttentionShape:
+    """The part of attention that is timed in its place: fewer sequences and heads, and of long sequences the beginning.
+
+    It has a head of a sequence for each thread, as far as there are any, and whole groups of query heads that share a
+    key-value head or a part of one group.
+    """
+    length, group = min(shape.length, TIMED_LENGTH), shape.num_query_heads // shape.num_kv_heads
+    num_pairs = max(num_threads, TIMED_SCORES // length**2)
+    num_kv_heads = min(shape.num_kv_heads, max(1, num_pairs // group))
+    num_query_heads = num_kv_heads * min(group, num_pairs)
+    num_sequences = min(shape.num_sequences, max(1, num_pairs // num_query_heads))
+    return replace(
+        shape,
+        num_sequences=num_sequences,
+        length=length,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+    )
+
+
 def time_attention(shape: AttentionShape, clock: Callable[[], float] = time.perf_counter) -> AttentionTimings:
     """Times a forward and a backward pass in both forms, in turn; the shortest of some runs counts."""
-    num_sequences = max(1, TIMED_SCORES // (shape.num_query_heads * shape.length**2))
-    rows = (min(num_sequences, shape.num_sequences), shape.length)
-    sizes = [
-        (*rows, heads, shape.head_size) for heads in (shape.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
-    ]
+    part = timed_part(shape, torch.get_num_threads())
+    all_heads = (part.num_query_heads, part.num_kv_heads, part.num_kv_heads)
+    sizes = [(part.num_sequences, part.length, num_heads, part.head_size) for num_heads in all_heads]
     q, k, v = (torch.ones(size, dtype=shape.dtype, requires_grad=True) for size in sizes)
     grad, kernels = torch.ones_like(q), layer_kernels(shape.kernels).attention
-    shortest: dict[AttentionForm, float] = {form: float("inf") for form in get_args(AttentionForm)}
+
+    def time_once(form: AttentionForm) -> float:
+        started = clock()
+        torch.autograd.grad(attend(q, k, v, form=form, kernels=kernels), (q, k, v), grad)
+        return clock() - started
+
+    rounds: list[AttentionTimings] = []
     begun = clock()
-    for number in range(ROUNDS):
-        if number > 1 and clock() - begun > BUDGET_S:
-            break
-        for form in shortest:
-            started = clock()
-            torch.autograd.grad(attend(q, k, v, form=form, kernels=kernels), (q, k, v), grad)
-            if number:
-                shortest[form] = min(shortest[form], clock() - started)
-    return shortest
+    while len(rounds) < MAX_ROUNDS and (not _is_decided(rounds) or clock() - begun <= BUDGET_S):
+        rounds.append({form: time_once(form) for form in get_args(AttentionForm)})
+    counted = rounds[1:] or rounds
+    return {form: min(each[form] for each in counted) for form in get_args(AttentionForm)}
+
+
+def _is_decided(rounds: Sequence[AttentionTimings]) -> bool:
+    """After a round that counts, or after the first one if the forms are far apart."""
+    return len(rounds) > 1 or any(max(each.values()) > CLEAR_GAIN * min(each.values()) for each in rounds)
 
 
 def choose_form(timings: AttentionTimings) -> AttentionForm:

@@ -59,7 +59,7 @@ MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.12
 """After that each shape is timed once."""
-CACHE_FORMAT = 9
+CACHE_FORMAT = 10
 """Grows when the way of measuring or a form of torch changes: choices are measured again, as after a change in C."""
 
 CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
@@ -266,7 +266,7 @@ def known_or_measured(
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(file.read_text())
         return Gemm.from_json(known["choices"]), known["text"]
-    gemm, text = _measured(shapes, attention, dtype)
+    gemm, text = measured_forms(shapes, attention, dtype)
     with contextlib.suppress(OSError):  # without a cache the next run measures again
         cache.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
@@ -275,7 +275,10 @@ def known_or_measured(
     return gemm, text
 
 
-def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None, dtype: torch.dtype) -> tuple[Gemm, str]:
+def measured_forms(
+    shapes: Iterable[LinearShape], attention: AttentionShape | None, dtype: torch.dtype
+) -> tuple[Gemm, str]:
+    """Returns the choices for these products and this attention as measured now, and text for the log."""
     gemm, lines = Gemm(), []
     if shapes and dtype is torch.bfloat16 and not multiplies_bf16():
         gemm = widened_products(shapes)

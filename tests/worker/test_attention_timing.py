@@ -12,7 +12,7 @@ from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.layers.gemm import Gemm
 from parallel3d.models.make import make_stage
-from parallel3d.worker import gemm_timing
+from parallel3d.worker import attention_timing, gemm_timing
 from parallel3d.worker.attention_timing import (
     AttentionShape,
     attention_shape,
@@ -20,6 +20,7 @@ from parallel3d.worker.attention_timing import (
     describe_form,
     is_attention_measured,
     time_attention,
+    timed_part,
 )
 from parallel3d.worker.gemm_timing import agree_on_gemm
 from tests.support.tiny_runs import make_config
@@ -58,6 +59,37 @@ def test_the_faster_one_if_it_gains_enough(sdpa, blocks, expected):
     )
 
 
+@pytest.mark.parametrize(
+    "sequences, length, heads, kv_heads, num_threads, timed",
+    [
+        (2, 256, 4, 2, 1, (2, 256, 4, 2)),  # small: all of it
+        (64, 256, 4, 2, 1, (4, 256, 4, 2)),
+        (4, 512, 8, 8, 1, (1, 512, 4, 4)),
+        (4, 512, 8, 8, 16, (2, 512, 8, 8)),  # busy threads
+        (1, 512, 12, 4, 8, (1, 512, 6, 2)),  # whole groups
+        (1, 1536, 32, 4, 2, (1, 1536, 2, 1)),  # part of a group
+        (8, 131_072, 32, 8, 1, (1, 1536, 1, 1)),
+    ],
+)
+def test_a_part_of_attention_is_timed(sequences, length, heads, kv_heads, num_threads, timed):
+    num_sequences, timed_length, num_query_heads, num_kv_heads = timed
+    whole = AttentionShape(
+        num_sequences=sequences,
+        length=length,
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=64,
+        dtype=torch.float32,
+    )
+    assert timed_part(whole, num_threads) == replace(
+        whole,
+        num_sequences=num_sequences,
+        length=timed_length,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+    )
+
+
 def test_both_forms_are_timed_and_the_budget_ends_it():
     shape = AttentionShape(
         num_sequences=2, length=8, num_query_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32
@@ -66,9 +98,31 @@ def test_both_forms_are_timed_and_the_budget_ends_it():
     if has_c_loops():
         time_attention(replace(shape, kernels="c"))
     assert set(timings) == {"sdpa", "blocks"} and 0 < max(timings.values()) < 60
-    ticks = iter(range(1000))
-    time_attention(shape, clock=lambda: next(ticks))  # a second at each look: one round that counts
-    assert next(ticks) == 1 + 2 + 4 + 1
+
+
+@pytest.mark.parametrize(
+    "first, second, num_rounds, sdpa",
+    [
+        ({"sdpa": 20, "blocks": 10}, {"sdpa": 15, "blocks": 9}, 2, 15),  # the first one does not count
+        ({"sdpa": 20, "blocks": 5}, {"sdpa": 15, "blocks": 5}, 1, 20),  # far apart
+        ({"sdpa": 0.01, "blocks": 0.001}, {"sdpa": 0.01, "blocks": 0.001}, 4, 0.01),  # quick
+    ],
+)
+def test_the_budget_ends_timings_that_have_decided(monkeypatch, first, second, num_rounds, sdpa):
+    now, forms = [0.0], []
+
+    def take_time(q, k, v, *, form, kernels):
+        now[0] += (first if len(forms) < 2 else second)[form]
+        forms.append(form)
+        return q
+
+    monkeypatch.setattr(attention_timing, "attend", take_time)
+    monkeypatch.setattr(attention_timing.torch.autograd, "grad", lambda *_: None)
+    shape = AttentionShape(
+        num_sequences=1, length=8, num_query_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32
+    )
+    assert time_attention(shape, clock=lambda: now[0])["sdpa"] == pytest.approx(sdpa)
+    assert forms == ["sdpa", "blocks"] * num_rounds
 
 
 @pytest.mark.parametrize(
