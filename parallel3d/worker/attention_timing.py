@@ -28,8 +28,10 @@ TIMED_SCORES = 1 << 20
 """Of one run, at most, unless a head for each thread has more; 10 to 50 ms."""
 TIMED_LENGTH = 1536
 """Tokens of a sequence, at most."""
+PREPARED_LENGTH = 16
+"""Tokens of an untimed pass in each form, in which libraries prepare themselves."""
 MAX_ROUNDS = 4
-"""Of each form; the first one, in which kernels are prepared, does not count unless it is the only one."""
+"""Of each form."""
 BUDGET_S = 0.06
 """After that no round begins if those before have decided."""
 CLEAR_GAIN = 3.0
@@ -104,26 +106,33 @@ def timed_part(shape: AttentionShape, num_threads: int) -> AttentionShape:
 def time_attention(shape: AttentionShape, clock: Callable[[], float] = time.perf_counter) -> AttentionTimings:
     """Times a forward and a backward pass in both forms, in turn; the shortest of some runs counts."""
     part = timed_part(shape, torch.get_num_threads())
-    all_heads = (part.num_query_heads, part.num_kv_heads, part.num_kv_heads)
-    sizes = [(part.num_sequences, part.length, num_heads, part.head_size) for num_heads in all_heads]
-    q, k, v = (torch.ones(size, dtype=shape.dtype, requires_grad=True) for size in sizes)
-    grad, kernels = torch.ones_like(q), layer_kernels(shape.kernels).attention
+    prepare = _passes(replace(part, num_sequences=1, length=min(part.length, PREPARED_LENGTH)))
+    for form in get_args(AttentionForm):
+        prepare(form)
+    run, begun = _passes(part), clock()
+    rounds: list[AttentionTimings] = []
 
     def time_once(form: AttentionForm) -> float:
         started = clock()
-        torch.autograd.grad(attend(q, k, v, form=form, kernels=kernels), (q, k, v), grad)
+        run(form)
         return clock() - started
 
-    rounds: list[AttentionTimings] = []
-    begun = clock()
     while len(rounds) < MAX_ROUNDS and (not _is_decided(rounds) or clock() - begun <= BUDGET_S):
         rounds.append({form: time_once(form) for form in get_args(AttentionForm)})
-    counted = rounds[1:] or rounds
-    return {form: min(each[form] for each in counted) for form in get_args(AttentionForm)}
+    return {form: min(each[form] for each in rounds) for form in get_args(AttentionForm)}
+
+
+def _passes(shape: AttentionShape) -> Callable[[AttentionForm], object]:
+    """What computes a forward and a backward pass in a form."""
+    all_heads = (shape.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
+    sizes = [(shape.num_sequences, shape.length, num_heads, shape.head_size) for num_heads in all_heads]
+    q, k, v = (torch.ones(size, dtype=shape.dtype, requires_grad=True) for size in sizes)
+    grad, kernels = torch.ones_like(q), layer_kernels(shape.kernels).attention
+    return lambda form: torch.autograd.grad(attend(q, k, v, form=form, kernels=kernels), (q, k, v), grad)
 
 
 def _is_decided(rounds: Sequence[AttentionTimings]) -> bool:
-    """After a round that counts, or after the first one if the forms are far apart."""
+    """After two rounds, or after the first one if the forms are far apart."""
     return len(rounds) > 1 or any(max(each.values()) > CLEAR_GAIN * min(each.values()) for each in rounds)
 
 
