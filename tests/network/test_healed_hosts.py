@@ -12,7 +12,7 @@ from tests.support.network_runs import CONTROL_S, NetworkRun
 from tests.support.network_switch import Weather
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-SETTINGS = dict(num_steps=100_000, sums="exact")
+SETTINGS = dict(num_steps=100_000)
 SLOW = Weather(delay_s=0.01)
 """So that a run of a minute has some hundred steps."""
 
