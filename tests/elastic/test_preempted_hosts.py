@@ -339,6 +339,20 @@ def test_the_coordinator_moves_with_its_host_that_a_command_drains(tmp_path):
     assert metrics(tmp_path)[1][-1]["live"] == 2 and "rank 0 (pp0 dp0 tp0) has left" in outs[1]
 
 
+def test_the_coordinator_moves_with_its_host_that_gets_sigterm(tmp_path):
+    """As where a pod is evicted, or torchrun ends: SIGTERM to its first process, SIGKILL some time later. One host
+    that stays is not half of two, but it has the coordinator by then."""
+    processes = start_on_hosts(tmp_path, ["a", "b"], num_steps=300)
+    wait_for_step(tmp_path, 5)
+    processes[0].send_signal(signal.SIGTERM)
+    wait_for(lambda: [change["live"] for change in metrics(tmp_path)[1]][-1:] == [1], "the worker to leave")
+    processes[0].kill()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [-signal.SIGKILL, 0] and errs == ["", ""]
+    assert_no_step_repeated(tmp_path, 300)
+    assert "the coordinator moves to b" in outs[0] and "rank 0 (pp0 dp0 tp0) has left" in outs[1]
+
+
 @pytest.mark.full
 def test_a_driver_that_preempts_at_random(tmp_path, seed=2):
     """Six hosts; three of them, perhaps the coordinator's, get notices at random steps and are taken away when their

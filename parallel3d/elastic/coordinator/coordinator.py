@@ -255,7 +255,7 @@ class Coordinator:
             case "stop":
                 self._shutdown.stop(header["signal"], at_once=header["at_once"])
             case "announce_drain":
-                self._drains.announce(connection.guarded_ranks)
+                self._drains.announce(connection.guarded_ranks, by_guardian=True)
             case "announce_preemption":
                 self._drains.announce_preemption(connection.hello["host"], header, self._elastic_membership)
             case "offer_worker" if self._membership:

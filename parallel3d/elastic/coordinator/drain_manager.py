@@ -42,6 +42,8 @@ class DrainManager:
         """Where the coordinator should serve, until it has been decided on."""
         self._preemptions = shutdown.preemptions
         self._queue, self._commands = DrainQueue(), DrainQueue()
+        self._evicted: set[int] = set()
+        """Workers whose guardians have got SIGTERM, as where a pod is evicted."""
         self._leaving: set[int] = set()
         """Workers whose hosts become empty: no coordinator moves there."""
         self._leaves_host = False
@@ -56,8 +58,11 @@ class DrainManager:
         """When announced drains must be decided on."""
         return min(self._queue.deadline_s, self._commands.deadline_s)
 
-    def announce(self, ranks: Collection[int], *, by_command: bool = False) -> None:
-        """Handles workers that must leave; `by_command`: a coordinator that is lost was asked to let them go."""
+    def announce(self, ranks: Collection[int], *, by_command: bool = False, by_guardian: bool = False) -> None:
+        """Handles workers that must leave; `by_command`: a coordinator that is lost was asked to let them go;
+        `by_guardian`: their guardian has got SIGTERM."""
+        if by_guardian:
+            self._evicted.update(ranks)
         (self._commands if by_command else self._queue).add(ranks, time.monotonic())
 
     def announce_preemption(self, host: str, header: Json, membership: MembershipManager | None) -> None:
@@ -118,6 +123,8 @@ class DrainManager:
             return
         for rank in sorted(ranks):
             membership.announce_drain(rank)
+        if (here := self._ranks_on(self._own_host)) and self._evicted.issuperset(here):
+            self._leave(self._own_host)
 
     def _move(self, membership: MembershipManager) -> bool:
         """Has the coordinator move, if it should be elsewhere and can; returns True if it does."""
