@@ -354,6 +354,22 @@ def test_the_coordinator_moves_with_its_host_that_gets_sigterm(tmp_path):
 
 
 @pytest.mark.full
+def test_the_coordinator_moves_past_a_host_that_got_sigterm(tmp_path):
+    """Its guardian is still there, as it is until SIGKILL."""
+    processes = start_on_hosts(tmp_path, ["a", "b", "c"], num_steps=300)
+    wait_for_step(tmp_path, 5)
+    for number in (1, 0):
+        processes[number].send_signal(signal.SIGTERM)
+        wait_for(lambda live=1 + number: metrics(tmp_path)[1][-1:] and metrics(tmp_path)[1][-1]["live"] == live, "it")
+    processes[0].kill()
+    processes[1].kill()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0] and errs == ["", "", ""]
+    assert_no_step_repeated(tmp_path, 300)
+    assert "the coordinator moves to c" in outs[0]
+
+
+@pytest.mark.full
 def test_a_driver_that_preempts_at_random(tmp_path, seed=2):
     """Six hosts; three of them, perhaps the coordinator's, get notices at random steps and are taken away when their
     workers have left; two seconds later each is replaced by a host that joins. No step is repeated."""

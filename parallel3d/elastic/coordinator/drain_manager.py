@@ -42,10 +42,8 @@ class DrainManager:
         """Where the coordinator should serve, until it has been decided on."""
         self._preemptions = shutdown.preemptions
         self._queue, self._commands = DrainQueue(), DrainQueue()
-        self._evicted: set[int] = set()
-        """Workers whose guardians have got SIGTERM, as where a pod is evicted."""
         self._leaving: set[int] = set()
-        """Workers whose hosts become empty: no coordinator moves there."""
+        """Workers whose hosts become empty, or whose guardians have got SIGTERM: no coordinator moves there."""
         self._leaves_host = False
         """The coordinator's own host becomes empty."""
         self._seen: object = None
@@ -62,7 +60,7 @@ class DrainManager:
         """Handles workers that must leave; `by_command`: a coordinator that is lost was asked to let them go;
         `by_guardian`: their guardian has got SIGTERM."""
         if by_guardian:
-            self._evicted.update(ranks)
+            self._leaving.update(ranks)
         (self._commands if by_command else self._queue).add(ranks, time.monotonic())
 
     def announce_preemption(self, host: str, header: Json, membership: MembershipManager | None) -> None:
@@ -123,8 +121,8 @@ class DrainManager:
             return
         for rank in sorted(ranks):
             membership.announce_drain(rank)
-        if (here := self._ranks_on(self._own_host)) and self._evicted.issuperset(here):
-            self._leave(self._own_host)
+        here = self._ranks_on(self._own_host)
+        self._leaves_host |= bool(here) and self._leaving.issuperset(here)
 
     def _move(self, membership: MembershipManager) -> bool:
         """Has the coordinator move, if it should be elsewhere and can; returns True if it does."""
